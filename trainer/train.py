@@ -11,6 +11,7 @@ import torch
 
 from ..kernels.attention.dispatch import format_selections
 from ..models.build import LanguageModel
+from ..models.parallel.layout import AXES
 from .callbacks.early_stopping import STOP_REASON_PREFIX, continue_hint
 from .checkpoint.reader import checkpoint_paths
 from .checkpoint.run_directory import save_run_record
@@ -91,6 +92,11 @@ def _record_start(run: RunContext, state: TrainingState) -> None:
     processes = [json.loads(text) for text in run.ranks.all_gather_text(description)]
     if run.ranks.is_rank_zero:
         save_run_record(run.config, run.directory, run.device, processes)
+        hosts = list(dict.fromkeys(process["host"] for process in processes))
+        layout = {axis: size for axis in AXES if (size := run.resolved.mesh.size(axis)) > 1}
+        run.events.write("start", step=run.first_step, processes=len(processes), layout=layout, hosts=hosts)
+        if run.resumed is not None:
+            run.events.write("resume", checkpoint=str(run.resumed.path), step=run.first_step)
     for line in summarize_run(run.resolved, state.model, run.data, run.device, cuda_graph=run.uses_cuda_graph):
         run.logger.log(line)
     for line in describe_optimizer_offload(run.resolved, state.optimizer, run.device):
@@ -117,7 +123,7 @@ def _fit(run: RunContext, loop: TrainingLoop) -> str | None:
         if run.first_step < max_steps and stop_reason is None:
             stop_reason = run.stop.apply_flags(run.ranks.all_reduce_flags(run.stop.flags))  # received during setup
             if stop_reason is None:
-                with closing(module.dataloader):
+                with closing(module.dataloader), loop.watchdog:
                     fit(module, callback, max_steps, run.device, run.ranks)
     finally:
         loop.profilers.close()
@@ -135,6 +141,10 @@ def _finish(run: RunContext, state: TrainingState, loop: TrainingLoop, stop_reas
     # Not `callback.checkpoint`: retention (`save_top_k`) may have deleted it.
     written = next(reversed(checkpoint_paths(run.directory.checkpoints)), None) if loop.callback.checkpoint else None
     logger.log(_last_line(run, step, written, stop_reason))
+    if stop_reason is None:
+        run.events.write("end", step=step, exit_code=EXIT_OK)
+    else:
+        run.events.write("stop", step=step, reason=stop_reason, exit_code=stop.exit_code)
     if run.device.type == "cuda" and step > run.first_step:
         allocated = torch.cuda.max_memory_allocated(run.device)
         logger.log(measured_line(run.plan, allocated, torch.cuda.max_memory_reserved(run.device)))

@@ -229,7 +229,7 @@ def test_warnings_are_told_once(here):
         (["hydra.sweep.dir=a", "exp_manager.explicit_log_dir=b"], "both set the directory"),
         (["hydra.sweep.dir="], "is empty"),
         (["hydra.sweep.dir=a", "+hydra.sweep.dir=b"], "hydra.sweep.dir is given as a and as b; keep one"),
-        (["model.seed=1,2", "trainer.num_nodes=2", "trainer.devices=1"], "NODE_RANK"),
+        (["model.seed=1,2", "trainer.num_nodes=2", "trainer.devices=1"], "MASTER_ADDR"),
     ],
 )
 def test_what_makes_no_sense_in_a_sweep_is_refused(here, overrides, says):

@@ -158,7 +158,6 @@ def test_what_is_off_loads(overrides: list[str]) -> None:
     "override",
     [
         "model.fp8=True",
-        "exp_manager.create_fault_tolerance_callback=True",
         "model.data.add_fim=True",
         "trainer.limit_predict_batches=1",
         "exp_manager.checkpoint_callback_params.every_n_epochs=1",

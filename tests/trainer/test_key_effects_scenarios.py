@@ -72,7 +72,7 @@ from stoker.trainer.config.schema.root import RootBlock
 from stoker.trainer.core import run_context, training_loop
 from stoker.trainer.data.datasets.samples import MockSamples
 from stoker.trainer.data.sources.indexed_tokens import IndexedWriter
-from stoker.trainer.distributed import process_group
+from stoker.trainer.distributed import node_agent, process_group
 from stoker.trainer.distributed.placement import Placement
 from stoker.trainer.distributed.placement import resolve_placement as place_processes
 from stoker.trainer.evaluation.held_out_loss import EvaluationResult
@@ -122,7 +122,7 @@ def processes_are_placed(harness: ConfigHarness) -> None:
     assert placed({TRAINER + "devices": 3}) == (3, 3, 0)
     meeting = {"MASTER_ADDR": "first", "MASTER_PORT": "29500", "NODE_RANK": "1"}
     assert placed({TRAINER + "devices": 3, TRAINER + "num_nodes": 2}, **meeting) == (6, 3, 1)
-    with pytest.raises(UserError, match="NODE_RANK"):
+    with pytest.raises(UserError, match="MASTER_ADDR"):
         placed({TRAINER + "num_nodes": 2})
 
 
@@ -243,6 +243,47 @@ def a_process_that_waits_gives_up(harness: ConfigHarness) -> None:
         with pytest.raises(UserError, match="enough"):
             train_as_rank(config, Placement(2, 2, rank=0))
     assert timeouts == [600.0, 7.0]
+
+
+@story("trainer.min_nodes", "trainer.max_restarts")
+def a_run_goes_on_with_fewer_nodes(harness: ConfigHarness) -> None:
+    """Both go to torch's agent as they are; `test_distributed_agent.py` has what it does with them."""
+    agents: list[tuple[int, int, int]] = []
+
+    class EnoughError(Exception):
+        pass
+
+    def rendezvous(store: Any, fewest: int, most: int, timeout: float) -> Any:
+        agents.append((fewest, most, 0))
+        return None
+
+    def loop(agent: Any, spec: Any, **_: Any) -> None:
+        agents[-1] = (*agents[-1][:2], spec.max_restarts)
+        raise EnoughError
+
+    harness.monkeypatch.setattr(node_agent, "build_rendezvous", rendezvous)
+    harness.monkeypatch.setattr(node_agent.SimpleElasticAgent, "__init__", loop)
+    for changes in ({}, {TRAINER + "min_nodes": 2, TRAINER + "max_restarts": 5}):
+        config = RunConfig(harness.root({TRAINER + "num_nodes": 4, **changes}), document={})
+        store: Any = None
+        with pytest.raises(EnoughError):
+            node_agent.NodeAgent(config, Placement(4, 1), store, print, ())
+    assert agents == [(4, 4, 0), (2, 4, 5)]
+
+
+@story("trainer.step_timeout")
+def a_step_that_hangs_ends(harness: ConfigHarness) -> None:
+    limits: list[float | None] = []
+    watch = training_loop.Watchdog
+
+    def record(timer: Any, timeout: float | None, *rest: Any) -> Any:
+        limits.append(timeout)
+        return watch(timer, timeout, *rest)
+
+    harness.monkeypatch.setattr(training_loop, "Watchdog", record)
+    for changes in ({}, {TRAINER + "step_timeout": 9.0}, {TRAINER + "step_timeout": None}):
+        harness.metrics(changes)
+    assert limits == [300.0, 9.0, None]
 
 
 @story("model.rampup_batch_size")

@@ -23,12 +23,10 @@ from stoker.models.gpt import GPT
 from stoker.trainer.callbacks.preemption import StopFlag, StopHandler
 from stoker.trainer.checkpoint.reader import checkpoint_paths, find_checkpoint, newest_checkpoint
 from stoker.trainer.cli.main import main
-from stoker.trainer.distributed import supervisor
-from stoker.trainer.distributed.placement import Placement
 from stoker.trainer.distributed.process_group import DistributedContext
 from stoker.trainer.lightning.lightning_module import LanguageModule
 from stoker.trainer.train import run_training
-from stoker.trainer.utils.errors import EXIT_BAD_INPUT, EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_TERMINATED, UserError
+from stoker.trainer.utils.errors import EXIT_BAD_INPUT, EXIT_INTERRUPTED, EXIT_TERMINATED
 from stoker.trainer.utils.signals import TERMINATION_SIGNALS
 
 ENDLESS = 100_000
@@ -358,45 +356,6 @@ def test_a_validation_that_was_caught_up_with_is_not_told_twice(tmp_path, valida
     kept.rename(tmp_path / "checkpoints")
     run_training(tiny_config(tmp_path, **LONG))
     assert [key for key in figures(tmp_path) if key[1] == "val_loss"] == [(4, "val_loss"), (8, "val_loss")]
-
-
-# ---------------------------------------------------------------- --restart
-
-
-@pytest.mark.parametrize(("failures", "starts"), [(0, 1), (2, 3), (9, 3)])
-def test_a_run_is_started_again_so_many_times(tmp_path, monkeypatch, failures, starts):
-    said, started = [], []
-
-    def launch(*args):
-        started.append(args)
-        if len(started) <= failures:
-            raise UserError("rank 0 (process 7) was killed by SIGKILL", EXIT_FAILURE)
-        return 0
-
-    monkeypatch.setattr(supervisor, "launch", launch)
-    monkeypatch.setattr(supervisor, "_PAUSE_SECONDS", 0)
-    config, placement = tiny_config(tmp_path), Placement(world_size=1, ranks_per_node=1)
-    if failures < 9:
-        assert supervisor.run_with_restarts(config, placement, 2, said.append) == 0
-    else:
-        with pytest.raises(UserError, match=r"(?s)killed by SIGKILL.*giving up: 2 restarts without a new checkpoint"):
-            supervisor.run_with_restarts(config, placement, 2, said.append)
-    assert len(started) == starts
-    assert sum("restarting" in line for line in said) == starts - 1
-
-
-@pytest.mark.parametrize("code", [EXIT_BAD_INPUT, 74])
-def test_what_would_only_happen_again_is_not_started_again(tmp_path, monkeypatch, code):
-    started = []
-
-    def launch(*args):
-        started.append(args)
-        raise UserError("there is no such directory", code)
-
-    monkeypatch.setattr(supervisor, "launch", launch)
-    with pytest.raises(UserError, match="no such directory"):
-        supervisor.run_with_restarts(tiny_config(tmp_path), Placement(world_size=1, ranks_per_node=1), 2, print)
-    assert len(started) == 1
 
 
 # ---------------------------------------------------------------- memory

@@ -65,6 +65,7 @@ def test_its_configuration_is_valid_as_it_is(run: Path, name: str) -> None:
     assert {path: found.pop(path) for path in saved} == saved
     sizes = {f"model.{kind}_parallel_size": 1 for kind in ("tensor_model", "context", "expert_model")}
     newer = {"trainer.max_epochs": None, "model.sequence_parallel": False, "model.cp_comm_type": "p2p", **sizes}
+    newer |= {"trainer.min_nodes": None, "trainer.max_restarts": 0, "trainer.step_timeout": 300.0}
     newer |= {"model.ub_tp_comm_overlap": False}
     newer |= {f"model.tp_comm_overlap_{part}": True for part in ("ag", "rs")}
     newer["model.hierarchical_context_parallel_sizes"] = None

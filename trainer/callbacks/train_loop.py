@@ -20,12 +20,14 @@ import torch
 
 from ..checkpoint.loop_state import LoopState
 from ..checkpoint.reader import checkpoint_paths
+from ..checkpoint.save_interval import SaveInterval
 from ..config.schema.exp_manager import ExpManagerBlock
 from ..config.schema.trainer_and_data import TrainerBlock
 from ..data.dataloader_workers import WorkerLostError
 from ..evaluation.held_out_loss import EvaluationInterruptedError, EvaluationResult
 from ..lightning.lightning_imports import pl
 from ..lightning.lightning_module import LanguageModule
+from ..loggers.run_events import RunEvents
 from ..loggers.run_logger import RunLogger
 from ..optim.ema import EMA
 from ..utils.async_host_copy import is_async
@@ -39,6 +41,7 @@ from .preemption import INTERRUPTING_FLAGS, AllReduceFlags, StopFlag, StopHandle
 from .profiler import ProfilerList
 from .reporting import StepReporter, ThroughputFactors
 from .step_limit import StepLimit
+from .watchdog import StepTimer
 
 ValidateFunction = Callable[[int | None, Callable[[], bool] | None], EvaluationResult]
 """Run a validation of a number of global batches (None: as configured); the second argument is polled between batches,
@@ -64,6 +67,10 @@ class TrainLoopCallback(pl.Callback):
         resumed_metrics: metrics of the step the run resumes from.
         all_reduce_flags: called once after every step, and between validation batches.
         flags_are_async: `all_reduce_flags` returns the result of the previous call.
+        save_interval: of `every_n_train_steps: auto`.
+        is_saving: returns whether a checkpoint is written in the background.
+        events: the events of the run.
+        timer: measures the steps.
         limit: when the run ends; by default after `trainer.max_steps`.
         on_shorten: called when `limit` has shortened the run.
 
@@ -95,6 +102,10 @@ class TrainLoopCallback(pl.Callback):
         ema: EMA | None = None,
         profilers: ProfilerList | None = None,
         expert_load: ExpertLoadMetrics | None = None,
+        save_interval: SaveInterval | None = None,
+        is_saving: Callable[[], bool] = lambda: False,
+        events: RunEvents | None = None,
+        timer: StepTimer | None = None,
         limit: StepLimit | None = None,
         on_shorten: Callable[[], None] | None = None,
     ) -> None:
@@ -104,6 +115,11 @@ class TrainLoopCallback(pl.Callback):
         self._on_shorten = on_shorten
         self._params = manager.checkpoint_callback_params
         self._interval = self._params.train_time_interval
+        self._save_interval = save_interval
+        self._is_saving = is_saving
+        self._background_seconds = 0.0
+        self._events = events or RunEvents(None)
+        self._timer = timer or StepTimer()
         self._logger = logger
         self._stop = stop_handler
         self._validate = validate
@@ -178,6 +194,9 @@ class TrainLoopCallback(pl.Callback):
     ) -> None:
         """Log, validate, save and stop as due after this step."""
         assert isinstance(pl_module, LanguageModule)
+        self._timer.end_step()
+        if self._save_interval is not None and self._is_saving():
+            self._background_seconds += max(0.0, self._timer.last - (self._timer.median or 0.0))
         with self._report_divergence():
             self._profilers.on_step_end(pl_module.step - self._first_step)
             self._reporter.finish()  # deferred from the previous step, so that the device already has this one to run
@@ -188,6 +207,10 @@ class TrainLoopCallback(pl.Callback):
                 self._on_shorten()
             self.stop_reason = self._after_step(pl_module)
         trainer.should_stop |= self.stop_reason is not None or pl_module.step >= self.limit.max_steps
+        if trainer.should_stop:
+            self._timer.pause()
+        else:
+            self._timer.resume()
 
     def _after_step(self, module: LanguageModule) -> str | None:
         """Log, validate and save as due after this step; return the reason to stop now, or None."""
@@ -201,6 +224,7 @@ class TrainLoopCallback(pl.Callback):
             reason is not None
             or bool(flags & StopFlag.SAVE)
             or self._is_save_due(step)
+            or (self._save_interval is not None and self._save_interval.is_due(step))
             or (last and self._saves_last())
         )
         # Log steps that depend on the step alone, so that an interrupted and an uninterrupted run have the same ones:
@@ -217,6 +241,8 @@ class TrainLoopCallback(pl.Callback):
             flags |= self._own_failure()
             if flags & StopFlag.FAILING:
                 reason, saves = self._stop.apply_flags(flags), self._save is not None
+            if validates or saves:
+                self._timer.pause()
             if validates:
                 validation = self._run_validation(step, flags)
                 self.validation_pending = validation is None
@@ -276,10 +302,11 @@ class TrainLoopCallback(pl.Callback):
         return 0 if self._flags_are_async else self._local_flags() & StopFlag.FAILING
 
     def _is_save_due(self, step: int) -> bool:
-        if self._save is None:
+        every = self._params.every_n_train_steps
+        if self._save is None or every == "auto":  # which depends on the clock
             return False
-        if self._params.every_n_train_steps is not None:
-            return step % self._params.every_n_train_steps == 0
+        if every is not None:
+            return step % every == 0
         return self._interval is None and step % self._keys.val_check_interval == 0
 
     def _saves_last(self) -> bool:
@@ -343,10 +370,24 @@ class TrainLoopCallback(pl.Callback):
             state = state.model_copy(update={"expert_load": self._expert_load.sums})
             self._save_expert_load(draw=False)
         finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
+        started_at = time.monotonic()
         with self._profilers.phase("checkpoint"):
             self.checkpoint = self._save(module.step, finite, state)
         self._saved_at = time.monotonic()
+        if self._save_interval is not None:
+            seconds = self._saved_at - started_at + self._background_seconds
+            self._background_seconds = 0.0
+            self._adapt_interval(self._save_interval.after_save(module.step, seconds, self._timer.median))
         self._saved_just_now = True
+
+    def _adapt_interval(self, change: Mapping[str, Any] | None) -> None:
+        if change is not None:
+            self._events.write("interval", **change)
+            self._logger.log(
+                f"saving every {pluralize(change['steps'], 'step')} from here on: a checkpoint costs "
+                f"{change['save_seconds']:.2g} s, a step {change['step_seconds']:.2g} s; "
+                f"{pluralize(change['failures'], 'failure')} so far"
+            )
 
     def _save_last_step(self, module: LanguageModule) -> None:
         """Save a run that ends with an error between two steps, unless it has just been saved."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,6 +21,7 @@ class CheckpointSaver:
         ranks: the ranks that write together.
         apply_retention: called by rank 0 after each complete checkpoint, to apply retention.
         async_save: write in a background thread while training continues; ranks then use a separate process group.
+        on_saved: called by rank 0 with the path of a complete checkpoint and the seconds it took to write.
 
     Raises:
         UserError: (from `save` and `wait`) the disk is full, read-only or not writable.
@@ -32,11 +34,13 @@ class CheckpointSaver:
         apply_retention: Callable[[], None],
         *,
         async_save: bool = False,
+        on_saved: Callable[[Path, float], None] = lambda path, seconds: None,
     ) -> None:
         self._directory = directory
         self._ranks = ranks.with_own_group() if async_save else ranks
         self._apply_retention = apply_retention
         self._async_save = async_save
+        self._on_saved = on_saved
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
@@ -51,6 +55,11 @@ class CheckpointSaver:
             self._thread = threading.Thread(target=self._write_in_thread, args=(copied,), name="checkpoint")
             self._thread.start()
         return self._directory / f"step-{content.state.step}"
+
+    @property
+    def is_writing(self) -> bool:
+        """True while a checkpoint is written in the background."""
+        return self._thread is not None and self._thread.is_alive()
 
     def wait(self) -> None:
         """Wait for the checkpoint being written, if any."""
@@ -68,7 +77,10 @@ class CheckpointSaver:
             self._error = error
 
     def _write(self, content: CheckpointContent) -> None:
-        write_checkpoint(self._directory, content, self._ranks)
+        started_at = time.monotonic()
+        path = write_checkpoint(self._directory, content, self._ranks)
+        if self._ranks.is_rank_zero:
+            self._on_saved(path, time.monotonic() - started_at)
         with self._ranks.raise_on_all_ranks():
             try:
                 if self._ranks.is_rank_zero:

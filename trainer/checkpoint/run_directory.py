@@ -38,8 +38,17 @@ RESOLVED_CONFIG = "config.resolved.json"
 """The configuration of a run, in its directory."""
 LOCK_FILE = "run.lock"
 _WRITTEN = (
-    *(LOCK_FILE, RESOLVED_CONFIG, "environment.json", "metrics.jsonl", "run.log", "metrics.csv"),
-    *("loggers.json", "expert_load.json", "expert_load.png", "quickstart.json", "tensorboard", "files", "profile"),
+    *(LOCK_FILE, RESOLVED_CONFIG, "environment.json", "metrics.jsonl", "run.log", "metrics.csv", "events.jsonl"),
+    *(
+        "loggers.json",
+        "expert_load.json",
+        "expert_load.png",
+        "quickstart.json",
+        "tensorboard",
+        "files",
+        "profile",
+        "stacks",
+    ),
 )
 """What a run writes to its directory, besides the checkpoints."""
 
@@ -49,8 +58,8 @@ class RunDirectory:
     """The directory of one run.
 
     Attributes:
-        path: directory of config.resolved.json, environment.json, metrics.jsonl, run.log, and if enabled tensorboard/,
-            metrics.csv, files/, profile/, expert_load.json.
+        path: directory of config.resolved.json, environment.json, metrics.jsonl, run.log, events.jsonl, and if
+            enabled tensorboard/, metrics.csv, files/, profile/, expert_load.json; stacks/ after a hang.
         checkpoints: directory of the `step-N` checkpoints.
         locks: file descriptors that lock the run directory, and a `checkpoints` directory elsewhere, while open; None
             if files cannot be locked.

@@ -205,9 +205,8 @@ def _add_train_arguments(parser: argparse.ArgumentParser, *, finetune: bool = Fa
     parser.add_argument(
         "--restart",
         type=int,
-        default=0,
         metavar="N",
-        help="restart after a crash or a lost process, up to N times without a new checkpoint",
+        help="trainer.max_restarts=N: restart after a crash or a lost process, N times without a new checkpoint",
     )
 
 
@@ -222,6 +221,8 @@ def _add_config_verb_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _train(args: argparse.Namespace) -> int:
+    if args.restart is not None:
+        args.overrides.append(f"trainer.max_restarts={args.restart}")
     if args.multirun:
         from .multirun import sweep
 
@@ -248,7 +249,8 @@ def _train(args: argparse.Namespace) -> int:
 
     check_run_paths(config)
     # User modules may have imported torch, which reads some variables once at import: `env_vars` need a new process.
-    if args.restart or not placement.is_single or (args.imports and config.root.env_vars):
+    supervised = config.root.trainer.max_restarts > 0
+    if supervised or not placement.is_single or (args.imports and config.root.env_vars):
         return _start(args, config, placement)
     environment.prepare_process(config.root.env_vars)
     from ..train import train
@@ -271,10 +273,12 @@ def _warn_late_env_vars(imports: Sequence[str], config: RunConfig) -> None:
 
 def _start(args: argparse.Namespace, config: RunConfig, placement: Placement) -> int:
     """Train in worker processes."""
-    if args.restart:
-        from ..distributed.supervisor import run_with_restarts
+    if config.root.trainer.max_restarts or placement.rendezvous is not None:
+        environment.prepare_process()
+        environment.import_torch_quietly()
+        from ..distributed.node_agent import run_agent
 
-        return run_with_restarts(config, placement, args.restart, _print_error, args.imports)
+        return run_agent(config, placement, _print_error, args.imports)
     from ..distributed.launcher import launch
 
     return launch(config, placement, args.imports)

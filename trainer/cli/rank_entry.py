@@ -12,9 +12,9 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from ..config.load import config_from_document
 from ..config.run_config import RunConfig
@@ -46,6 +46,7 @@ def main() -> None:
     """Train as one rank; never return."""
     # Until the run installs its handlers: a KeyboardInterrupt may be swallowed inside imports.
     exit_on_signals(tuple(EXIT_CODES))
+    signal.signal(signal.SIGQUIT, signal.SIG_IGN)  # until it writes stack traces (`watchdog.py`)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, EXIT_CODES)
     task: dict[str, Any] = json.loads(sys.stdin.buffer.readline())
     _die_with_launcher()
@@ -63,6 +64,11 @@ def main() -> None:
             code, kind, lines = EXIT_FAILURE, "lost", [f"lost {_lost_nodes(task) or 'another rank'}: {text}"]
         else:
             code, kind, lines = EXIT_FAILURE, "crash", [text, *traceback.format_exc().splitlines()]
+    _end(task, code, kind, lines)
+
+
+def _end(task: dict[str, Any], code: int, kind: str, lines: list[str]) -> NoReturn:
+    """Report the outcome to the launcher and exit."""
     with suppress(OSError):
         os.write(task["outcome"], json.dumps({"code": code, "kind": kind, "lines": lines}).encode())
     for stream in (sys.stdout, sys.stderr):
@@ -79,26 +85,36 @@ def _train(task: dict[str, Any]) -> int:
     if config.digest != task["digest"]:
         raise UserError("the configuration changed on its way to this process; start the run again")
     prepare_process(config.root.env_vars)
-    from torch._C._distributed_c10d import TCPStore
-
+    from ..distributed.process_group import DistributedContext
     from ..train import run_training
 
+    signals = {
+        "report_step": open_step_counter(task["steps"], task["local_rank"]),
+        "end_hung": lambda line: _end(task, EXIT_FAILURE, "hung", [line]),
+    }
     if task["world_size"] == 1:
-        return run_training(config).exit_code
-    host, port = task["address"]
-    options: dict[str, Any] = {} if task["listener"] is None else {"master_listen_fd": task["listener"]}
-    store = TCPStore(host, port, task["world_size"], is_master=task["rank"] == 0, use_libuv=True, **options)
-    report = open_step_counter(task["steps"], task["local_rank"])
+        return run_training(config, DistributedContext(**signals)).exit_code
+    return _train_in_group(config, task["rank"], task["world_size"], task["local_rank"], _open_store(task), signals)
+
+
+def _open_store(task: dict[str, Any]) -> Store:
+    """Return the store of this start: of the nodes' agents, or in the first rank on its inherited listener."""
+    from torch._C._distributed_c10d import PrefixStore, TCPStore
+
+    (host, port), session, listener = task["address"], task["session"], task["listener"]
+    if session is None:
+        options = {} if listener is None else {"master_listen_fd": listener}
+        return TCPStore(host, port, task["world_size"], is_master=task["rank"] == 0, use_libuv=True, **options)
     if task["num_nodes"] > 1 and task["local_rank"] == 0:
-        start_heartbeat((host, port), task["node"])
-    return _train_in_group(config, task["rank"], task["world_size"], task["local_rank"], store, report)
+        start_heartbeat((host, port), session, task["node"])
+    return PrefixStore(session, TCPStore(host, port, is_master=False, wait_for_workers=False))
 
 
 def _lost_nodes(task: dict[str, Any]) -> str:
     if task["num_nodes"] == 1:
         return ""
-    host, port = task["address"]
-    return lost_nodes((host, port), task["node"], task["num_nodes"], task["world_size"] // task["num_nodes"])
+    nodes, (host, port) = task["num_nodes"], task["address"]
+    return lost_nodes((host, port), task["session"], task["node"], nodes, task["world_size"] // nodes)
 
 
 def train_as_rank(config: RunConfig, placement: Placement) -> int:
@@ -119,15 +135,15 @@ def _train_in_group(
     world_size: int,
     local_rank: int,
     store: Store | None,
-    report_step: Callable[[int], None] | None = None,
+    signals: Mapping[str, Callable[..., None]] | None = None,
 ) -> int:
     from ..distributed.process_group import init_distributed, shutdown_distributed
     from ..train import run_training
 
     timeout = config.root.trainer.process_timeout
     ranks = init_distributed(rank, world_size, local_rank, store=store, timeout=timeout)
-    if report_step is not None:
-        ranks.report_step = report_step
+    for name, signal_to_launcher in (signals or {}).items():
+        setattr(ranks, name, signal_to_launcher)
     result = run_training(config, ranks)
     ranks.barrier()
     shutdown_distributed()

@@ -13,6 +13,7 @@ from ...models.dispatch.context_calls import ContextSplit
 from ...models.parallel.layout import ParallelLayout
 from ...models.parallel.stages import PipelineSplit
 from .data_task import Task, batch_spec, task_from_keys
+from .node_counts import ranks_per_node
 from .parameter_layout import DataParallelLayout, context_split, layout_from_keys, parallel_layout, pipeline_split
 from .run_precision import RunPrecision, resolve_precision
 from .schema.exp_manager import ExpManagerBlock
@@ -95,6 +96,11 @@ class ResolvedRun:
         return self.mesh.world_size
 
     @property
+    def ranks_per_node(self) -> int:
+        """Number of processes on each node."""
+        return ranks_per_node(self.trainer, self.world_size)
+
+    @property
     def layer_batch_spec(self) -> BatchSpec:
         """Shape of a sample as layers see it: prompt tuning lengthens the sequences."""
         virtual = self.peft.virtual_tokens if isinstance(self.peft, PromptSlice) else 0
@@ -156,5 +162,5 @@ def resolve_run(
         mesh=mesh,
         context_split=context_split(keys) if mesh.context > 1 else None,
         pipeline=pipeline_split(keys) if mesh.pipeline > 1 else None,
-        layout=layout_from_keys(keys, mesh, mesh.world_size // root.trainer.num_nodes),
+        layout=layout_from_keys(keys, mesh, ranks_per_node(root.trainer, mesh.world_size)),
     )

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -28,6 +29,7 @@ from ..distributed.mesh import Mesh, build_mesh, layout_on
 from ..distributed.process_group import DistributedContext
 from ..loggers.logger_backends import LoggedRun, check_loggers
 from ..loggers.progress_bar import ProgressDisplay
+from ..loggers.run_events import RunEvents, read_events
 from ..loggers.run_logger import RunLogger
 from ..plan.memory_check import check_memory
 from ..plan.report import out_of_memory_lines, summary_lines
@@ -59,6 +61,8 @@ class RunContext:
         directory: the run directory.
         resumed: the checkpoint to resume from; None for a new run.
         logger: metrics and log lines; disabled on all ranks but the first.
+        events: the events of the run; likewise.
+        past_events: those of earlier starts, on rank 0.
         plan: predicted memory and time.
     """
 
@@ -74,6 +78,8 @@ class RunContext:
     directory: RunDirectory
     resumed: Checkpoint | None
     logger: RunLogger
+    events: RunEvents
+    past_events: list[dict[str, Any]]
     plan: Plan
 
     @property
@@ -125,7 +131,8 @@ def open_run(config: RunConfig, ranks: DistributedContext) -> Iterator[RunContex
         plan = make_plan(resolved, local_target(resolved, device), vocab_size=data.vocab_size, model_plan=model_plan)
         for line in summary_lines(plan):
             logger.log(line)
-        stack.enter_context(_errors_in_log(logger))
+        events = RunEvents(directory.path if ranks.is_rank_zero else None)
+        stack.enter_context(_errors_in_log(logger, events))
         stack.enter_context(report_out_of_memory(root, device, plan))
         yield RunContext(
             config=config,
@@ -140,6 +147,8 @@ def open_run(config: RunConfig, ranks: DistributedContext) -> Iterator[RunContex
             directory=directory,
             resumed=resumed,
             logger=logger,
+            events=events,
+            past_events=read_events(directory.path) if ranks.is_rank_zero else [],
             plan=plan,
         )
 
@@ -229,11 +238,12 @@ def _open_logger(
 
 
 @contextmanager
-def _errors_in_log(logger: RunLogger) -> Iterator[None]:
-    """Copy the message of a UserError to run.log."""
+def _errors_in_log(logger: RunLogger, events: RunEvents) -> Iterator[None]:
+    """Copy the message of a UserError to run.log, and its first line to the events."""
     try:
         yield
     except UserError as error:
         with suppress(UserError):  # if run.log cannot be written either, keep the original error
             logger.log_to_file("\n".join(error.lines))
+        events.write("error", reason=error.lines[0], exit_code=error.exit_code)
         raise

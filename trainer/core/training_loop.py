@@ -21,11 +21,13 @@ from ..callbacks.profiler import ProfilerList, build_profilers
 from ..callbacks.reporting import ThroughputFactors
 from ..callbacks.step_limit import StepLimit
 from ..callbacks.train_loop import SaveFunction, TrainLoopCallback, ValidateFunction
+from ..callbacks.watchdog import StepTimer, Watchdog
 from ..checkpoint.async_saver import CheckpointSaver
 from ..checkpoint.loop_state import LoopState
 from ..checkpoint.reader import EMA_WEIGHTS, OPTIMIZER, tensors_to_save
 from ..checkpoint.run_directory import RESOLVED_CONFIG
 from ..checkpoint.run_environment import device_name
+from ..checkpoint.save_interval import SaveInterval
 from ..checkpoint.writer import CheckpointContent, apply_retention
 from ..config.resolved_run import ResolvedRun
 from ..config.schema.exp_manager import canonical_metric_name
@@ -56,12 +58,14 @@ class TrainingLoop:
         callback: logging, validation, checkpoints and stopping between steps.
         saver: checkpoint saver, perhaps still writing in the background.
         profilers: the enabled profilers.
+        watchdog: watches the steps while training.
     """
 
     module: LanguageModule
     callback: TrainLoopCallback
     saver: CheckpointSaver
     profilers: ProfilerList
+    watchdog: Watchdog
 
 
 def build_training_loop(run: RunContext, state: TrainingState, seconds: float | None = None) -> TrainingLoop:
@@ -80,6 +84,7 @@ def build_training_loop(run: RunContext, state: TrainingState, seconds: float | 
         ranks,
         _retention(run),
         async_save=resolved.exp_manager.checkpoint_callback_params.async_save,
+        on_saved=lambda path, seconds: run.events.write("save", checkpoint=path.name, seconds=round(seconds, 4)),
     )
     profilers = build_profilers(
         resolved.trainer, keys.memory_profile, run.directory.path, run.device, log, ranks.rank, start.step
@@ -87,6 +92,9 @@ def build_training_loop(run: RunContext, state: TrainingState, seconds: float | 
     if module.pipeline is not None:
         directory = run.directory.path if ranks.is_rank_zero else None
         profilers.add(PipelineTimer(module.pipeline, run.mesh.stages, run.device, directory, log))
+    timer = StepTimer()
+    save = _build_save(run, state, module, schedule, saver, limit)
+    automatic = resolved.exp_manager.checkpoint_callback_params.every_n_train_steps == "auto" and save is not None
     callback = TrainLoopCallback(
         resolved.trainer,
         resolved.exp_manager,
@@ -94,7 +102,7 @@ def build_training_loop(run: RunContext, state: TrainingState, seconds: float | 
         run.stop,
         build_throughput(resolved, run.data.vocab_size, run.device),
         validate=_build_validation(run, state, module),
-        save=_build_save(run, state, module, schedule, saver, limit),
+        save=save,
         checkpoint_directory=run.directory.checkpoints,
         consumed_samples=schedule.consumed_samples,
         state=start.loop,
@@ -113,10 +121,15 @@ def build_training_loop(run: RunContext, state: TrainingState, seconds: float | 
             state=start.loop.expert_load,
             report=log,
         ),
+        save_interval=SaveInterval(ranks, run.past_events, start.step) if automatic else None,
+        is_saving=lambda: saver.is_writing,
+        events=run.events,
+        timer=timer,
         limit=limit,
         on_shorten=lambda: _shorten(run, module, limit.max_steps),
     )
-    return TrainingLoop(module, callback, saver, profilers)
+    watchdog = Watchdog(timer, resolved.trainer.step_timeout, run.directory.path, ranks)
+    return TrainingLoop(module, callback, saver, profilers, watchdog)
 
 
 def _build_module(run: RunContext, state: TrainingState, schedule: BatchSchedule) -> LanguageModule:

@@ -16,9 +16,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from ..config.parameter_layout import parallel_layout
@@ -32,6 +31,9 @@ from .step_counter import StepCounters
 GRACE_SECONDS = 8.0
 """Time for the other workers to exit by themselves after one has failed."""
 _POLL_SECONDS = 0.05
+_STACKS_SECONDS = 0.5
+_CAUSES = ("user", "crash", "hung", "lost")
+"""Kinds of outcomes, from the cause of a failure to its consequences."""
 
 
 @dataclass
@@ -77,43 +79,95 @@ class Worker:
             return False
         return status.rpartition(")")[2].split()[0] in "Tt"
 
+    def request_stacks(self) -> None:
+        """Have it write its stack traces, even if it is suspended (`watchdog.py`)."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(self.process.pid, signal.SIGQUIT)
+            os.kill(self.process.pid, signal.SIGCONT)
+
     def kill(self) -> None:
         """Kill the worker and all its children."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
 
 
+@dataclass(frozen=True)
+class Failure:
+    """The failure of a local worker that took the others down.
+
+    Attributes:
+        lines: what to tell the user.
+        exit_code: exit code of the run.
+        is_cause: this worker failed by itself; False if it lost others, perhaps on another node.
+        rank: its rank.
+        place: its place in the mesh, empty without one.
+        step: its last completed step.
+    """
+
+    lines: list[str]
+    exit_code: int
+    is_cause: bool
+    rank: int
+    place: str
+    step: int
+
+
 def launch(config: RunConfig, placement: Placement, imports: Sequence[str] = ()) -> int:
-    """Run the training on all devices of this node; return the exit code.
+    """Run the training on all devices of this node alone; return the exit code.
 
     Raises:
         UserError: the error of the failed worker.
     """
-    with _Launch(config, placement, imports) as run:
-        return run.wait()
+    with LocalWorkers(config, placement, imports) as workers:
+        previous = set_handlers(lambda number, _: workers.forward(number), tuple(EXIT_CODES))
+        try:
+            workers.start()
+            while not workers.poll():
+                time.sleep(_POLL_SECONDS)
+        finally:
+            restore_handlers(previous)
+    failure = workers.failure()
+    if failure is None:
+        return workers.exit_code
+    raise UserError(failure.lines, failure.exit_code)
 
 
-class _Launch:
-    def __init__(self, config: RunConfig, placement: Placement, imports: Sequence[str]) -> None:
+class LocalWorkers:
+    """The worker processes of this node, from their start until all have ended; a context that kills those left.
+
+    Args:
+        config: the configuration.
+        placement: number of workers, here and on all nodes.
+        imports: user modules that they import first.
+        session: prefix of this start's keys in the store of the nodes' agents; None for a store of the first worker.
+    """
+
+    def __init__(
+        self, config: RunConfig, placement: Placement, imports: Sequence[str] = (), session: str | None = None
+    ) -> None:
         self._config = config
         self._placement = placement
         self._imports = imports
+        self._session = session
         self._workers: list[Worker] = []
         self._mesh = parallel_layout(config.root.model, placement.world_size)
         self._steps = StepCounters(placement.ranks_per_node)
         self._signal: signal.Signals | None = None
-        self._previous: dict[int, Any] = {}
+        self._failure: Failure | None = None
 
-    def __enter__(self) -> _Launch:
-        self._previous = set_handlers(self._forward, tuple(EXIT_CODES))
-        try:
-            self._start()
-        except BaseException:
-            self.__exit__()
-            raise
+    def __enter__(self) -> LocalWorkers:
         return self
 
     def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Kill the workers that are left; those that do not respond after a failure write their stack traces first."""
+        left = [worker for worker in self._workers if worker.process.poll() is None]
+        if self._failure is not None and left:
+            for worker in left:
+                worker.request_stacks()
+            time.sleep(_STACKS_SECONDS)
         for worker in self._workers:
             worker.kill()
             worker.process.wait()
@@ -122,41 +176,67 @@ class _Launch:
                     worker.process.stdin.close()
             worker.poll()
         self._steps.close()
-        restore_handlers(self._previous)
 
-    def wait(self) -> int:
-        """Wait until all workers have exited; return the exit code."""
-        while True:
-            ended = [worker for worker in self._workers if worker.poll()]
-            if len(ended) == len(self._workers):
-                break
-            early = [worker.exit_code for worker in ended if _stopped_early(worker)]
-            if early and self._signal is None:  # the others would wait for it
-                self._forward(signal.SIGINT if early[0] == EXIT_INTERRUPTED else signal.SIGTERM, None)
-            failed = [worker.ended_at for worker in ended if worker.ended_at is not None and not _succeeded(worker)]
-            if failed and time.monotonic() - min(failed) > GRACE_SECONDS:
-                break
-            time.sleep(_POLL_SECONDS)
-        return self._exit_code()
-
-    def _exit_code(self) -> int:
-        if all(worker.exit_code == EXIT_OK for worker in self._workers):
-            return EXIT_OK
+    @property
+    def exit_code(self) -> int:
+        """Exit code of workers that have not failed: 0, or that of the signal which stopped them."""
         codes = {worker.exit_code for worker in self._workers}
-        if len(codes) == 1 and (code := codes.pop()) in EXIT_CODES.values():
-            return code or EXIT_FAILURE
-        lines, code = self._root_failure()
+        if self._signal is not None and codes != {EXIT_OK}:
+            return EXIT_CODES[self._signal]
+        return max(code or EXIT_OK for code in codes)
+
+    @property
+    def process_ids(self) -> dict[int, int]:
+        """Process id of each local rank."""
+        return {number: worker.process.pid for number, worker in enumerate(self._workers)}
+
+    def poll(self) -> bool:
+        """Return True once all workers have ended, or one has failed and the others did not follow."""
+        ended = [worker for worker in self._workers if worker.poll()]
+        early = [worker.exit_code for worker in ended if _stopped_early(worker)]
+        if early and self._signal is None:  # the others would wait for it
+            self.forward(signal.SIGINT if early[0] == EXIT_INTERRUPTED else signal.SIGTERM)
+        failed = [worker.ended_at for worker in ended if worker.ended_at is not None and not _succeeded(worker)]
+        left = [worker for worker in self._workers if worker.exit_code is None]
+        has_ended = not left or (
+            bool(failed)
+            and (time.monotonic() - min(failed) > GRACE_SECONDS or all(worker.is_suspended for worker in left))
+        )
+        if has_ended and self._failure is None:  # before `close` kills the rest
+            self._failure = self._find_failure()
+        return has_ended
+
+    def failure(self) -> Failure | None:
+        """Return the failure of workers that have ended; None if they have not failed."""
+        return self._failure
+
+    def forward(self, number: int) -> None:
+        """Send a signal to all workers."""
+        self._signal = signal.Signals(number)
+        for worker in self._workers:
+            if worker.process.poll() is None:
+                with contextlib.suppress(ProcessLookupError):
+                    worker.process.send_signal(number)
+
+    def _find_failure(self) -> Failure | None:
+        if all(worker.exit_code == EXIT_OK for worker in self._workers):
+            return None
+        codes = {worker.exit_code for worker in self._workers}
+        if len(codes) == 1 and codes.pop() in EXIT_CODES.values():
+            return None
+        failure = self._root_failure()
         if self._signal is not None:
             signal_code = EXIT_CODES[self._signal]
             if all(
                 worker.exit_code in (-self._signal, -signal.SIGKILL, signal_code, EXIT_OK) for worker in self._workers
             ):
-                return signal_code
-            code = signal_code if code == EXIT_FAILURE else code
-        raise UserError(lines, code)
+                return None
+            if failure.exit_code == EXIT_FAILURE:
+                return replace(failure, exit_code=signal_code)
+        return failure
 
-    def _root_failure(self) -> tuple[list[str], int]:
-        """Return the error lines and exit code of the worker that failed first, rather than of those it took down."""
+    def _root_failure(self) -> Failure:
+        """Return the failure of the worker that failed first, rather than of those it took down."""
         failed = sorted(
             (worker for worker in self._workers if worker.ended_at is not None and not _succeeded(worker)),
             key=lambda worker: worker.ended_at or 0.0,
@@ -164,23 +244,27 @@ class _Launch:
         for worker in failed:
             if worker.exit_code is not None and worker.exit_code < 0 and -worker.exit_code != self._signal:
                 name = signal.Signals(-worker.exit_code).name
-                return [f"{self._name(worker)} was killed by {name}{self._progress(worker)}"], EXIT_FAILURE
+                return self._failed(worker, [f"{self._name(worker)} was killed by {name}{self._progress(worker)}"])
         reported = [(worker, worker.outcome) for worker in failed if worker.outcome and worker.outcome["lines"]]
-        reported.sort(key=lambda found: found[1]["kind"] == "lost")
+        reported.sort(key=lambda found: _CAUSES.index(found[1]["kind"]))
         hung = [worker for worker in self._workers if worker.exit_code is None]
-        if hung and (not reported or reported[0][1]["kind"] == "lost"):
+        if hung and (not reported or reported[0][1]["kind"] in ("hung", "lost")):
             worker = min(hung, key=lambda worker: not worker.is_suspended)
             state = "was stopped (SIGSTOP) and did not respond" if worker.is_suspended else "did not respond"
-            return [f"{self._name(worker)} {state}{self._progress(worker)}; the run was ended"], EXIT_FAILURE
+            return self._failed(worker, [f"{self._name(worker)} {state}{self._progress(worker)}; the run was ended"])
         if not reported:
             worker = next(worker for worker in self._workers if worker.exit_code != EXIT_OK)
             state = f"ended with exit code {worker.exit_code}{self._progress(worker)} without an error message"
-            return [f"{self._name(worker)} {state}"], EXIT_FAILURE
+            return self._failed(worker, [f"{self._name(worker)} {state}"])
         worker, first = reported[0]
         lines = list(first["lines"])
         if first["kind"] != "user":
             lines[0] = f"{self._name(worker)}{self._progress(worker)}: {lines[0]}"
-        return (_save_trace(lines) if first["kind"] == "crash" else lines), first["code"]
+        lines = _save_trace(lines) if first["kind"] == "crash" else lines
+        return self._failed(worker, lines, first["code"], is_cause=first["kind"] in ("user", "crash"))
+
+    def _failed(self, worker: Worker, lines: list[str], code: int = EXIT_FAILURE, *, is_cause: bool = True) -> Failure:
+        return Failure(lines, code, is_cause, worker.rank, self._mesh.place_text(worker.rank), self._step(worker))
 
     def _name(self, worker: Worker) -> str:
         """Return rank, place in the mesh, machine and process of a worker."""
@@ -188,14 +272,18 @@ class _Launch:
         where = f" on {socket.gethostname()}" if self._placement.num_nodes > 1 else ""
         return f"rank {worker.rank}{where} ({f'{place}, ' if place else ''}process {worker.process.pid})"
 
+    def _step(self, worker: Worker) -> int:
+        return self._steps.read(worker.rank % self._placement.ranks_per_node)
+
     def _progress(self, worker: Worker) -> str:
-        step = self._steps.read(worker.rank % self._placement.ranks_per_node)
+        step = self._step(worker)
         return f" after step {step:,}" if step else " before its first step"
 
-    def _start(self) -> None:
+    def start(self) -> None:
+        """Start the workers."""
         place = self._placement
         listener = None
-        if place.rendezvous is None:  # single node: only local processes may connect
+        if place.rendezvous is None:  # only local processes may connect
             listener = socket.create_server(("127.0.0.1", 0))
             address = listener.getsockname()[:2]
         else:
@@ -236,6 +324,7 @@ class _Launch:
                 "num_nodes": place.num_nodes,
                 "address": address,
                 "listener": listener.fileno() if listener and rank == 0 else None,
+                "session": self._session,
                 "outcome": write_end,
                 "steps": self._steps.descriptor,
             }
@@ -244,16 +333,9 @@ class _Launch:
                 process.stdin.write(json.dumps(task).encode() + b"\n")
                 process.stdin.flush()
             if self._signal is not None:  # the signal may have arrived before this worker was started
-                self._forward(self._signal, None)
+                self.forward(self._signal)
         if listener is not None:
             listener.close()
-
-    def _forward(self, number: int, frame: FrameType | None) -> None:
-        self._signal = signal.Signals(number)
-        for worker in self._workers:
-            if worker.process.poll() is None:
-                with contextlib.suppress(ProcessLookupError):
-                    worker.process.send_signal(number)
 
 
 def _save_trace(lines: list[str]) -> list[str]:

@@ -19,6 +19,7 @@ class Placement:
     Attributes:
         rank: rank of this process, if torchrun or srun started one process per device; None if the launcher starts
             them.
+        node_rank: number of this node, which orders the nodes; 0 if they have none.
         rendezvous: rendezvous host and port, or None for a single-node run started by the launcher.
     """
 
@@ -57,6 +58,11 @@ def resolve_placement(trainer: TrainerBlock, environ: Mapping[str, str]) -> Plac
                 f"{keys} make {world} processes, but {environ[size]} were started ({size}); "
                 f"set trainer.devices and trainer.num_nodes to what was started"
             )
+        if trainer.max_restarts or trainer.min_nodes not in (None, trainer.num_nodes):
+            raise UserError(
+                f"`trainer.max_restarts` and `trainer.min_nodes` need processes that stoker starts, but {rank} is set: "
+                "start `stoker train` once on each machine, or set trainer.max_restarts=0 trainer.min_nodes=null"
+            )
         if world == 1:
             return Placement(1, 1)
         place = _number(environ, rank)
@@ -68,7 +74,8 @@ def resolve_placement(trainer: TrainerBlock, environ: Mapping[str, str]) -> Plac
                 "with srun --distribution=block"
             )
         return Placement(world, per_node, place // per_node, trainer.num_nodes, place, _address(environ))
-    if world > 1 and environ.get(_SLURM_TASKS) not in (None, "1", str(trainer.num_nodes)):
+    machines = range(trainer.min_nodes or trainer.num_nodes, trainer.num_nodes + 1)
+    if world > 1 and environ.get(_SLURM_TASKS) not in (None, "1", *map(str, machines)):
         raise UserError(
             f"{keys} make {world} processes, but srun started {environ[_SLURM_TASKS]} ({_SLURM_TASKS}); start one for "
             "each device, one for each machine, or set trainer.devices to what was started"
@@ -80,9 +87,8 @@ def resolve_placement(trainer: TrainerBlock, environ: Mapping[str, str]) -> Plac
             f"`trainer.num_nodes` is {trainer.num_nodes}, and SLURM runs a batch script on the first machine alone; "
             "start stoker with srun in it (scripts/slurm.sh does)"
         )
-    node = _number(environ, "NODE_RANK" if "NODE_RANK" in environ else "SLURM_NODEID")
-    if not 0 <= node < trainer.num_nodes:
-        raise UserError(f"machine number {node} (NODE_RANK) must be below `trainer.num_nodes` ({trainer.num_nodes})")
+    name = next((name for name in ("NODE_RANK", "SLURM_NODEID") if name in environ), None)
+    node = 0 if name is None else _number(environ, name)
     return Placement(world, per_node, node, trainer.num_nodes, rendezvous=_address(environ))
 
 
@@ -112,13 +118,8 @@ def num_local_devices(trainer: TrainerBlock) -> int:
 
 def _number(environ: Mapping[str, str], name: str) -> int:
     text = environ.get(name)
-    if text is None:
-        raise UserError(
-            f"`trainer.num_nodes` is more than 1 and {name} is not set: each machine must know its number; "
-            "set NODE_RANK, or start with srun (scripts/slurm.sh)"
-        )
-    if not text.isdecimal():
-        raise UserError(f"{name} ({text[:40]}) must be a number; it comes from the environment")
+    if text is None or not text.isdecimal():
+        raise UserError(f"{name} ({str(text)[:40]}) must be a number; it comes from the environment")
     return int(text)
 
 

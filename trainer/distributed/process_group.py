@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -21,11 +22,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
-from ..utils.errors import UserError
+from ..utils.errors import EXIT_FAILURE, UserError
 
 # called so since torch 2.13, under which their older names warn
 all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def _exit_hung(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+    os._exit(EXIT_FAILURE)
 
 
 @dataclass
@@ -39,6 +45,7 @@ class DistributedContext:
         timeout: timeout of collectives; None for torch's default.
         group: process group; None for the default group.
         report_step: called with the completed steps after each.
+        end_hung: called with a line to end this process, which hangs.
     """
 
     rank: int = 0
@@ -47,6 +54,7 @@ class DistributedContext:
     timeout: timedelta | None = None
     group: dist.ProcessGroup | None = field(default=None, repr=False)
     report_step: Callable[[int], None] = field(default=lambda step: None, repr=False)
+    end_hung: Callable[[str], None] = field(default=_exit_hung, repr=False)
     _pending: tuple[Any, Tensor] | None = field(default=None, repr=False)
 
     @property

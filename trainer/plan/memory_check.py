@@ -51,7 +51,7 @@ def check_memory(run: ResolvedRun, device: torch.device, model_plan: ModelPlan) 
     keys, ranks = run.model, run.world_size
     host = host_memory()
     if host is not None:
-        host //= max(1, ranks // run.trainer.num_nodes)
+        host //= run.ranks_per_node
     available = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else host
     bound = _lower_bound(run, device, model_plan)
     for on_host, needed, what, names in _demands(bound, keys, " in each process" if ranks > 1 else ""):

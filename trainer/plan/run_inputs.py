@@ -122,7 +122,7 @@ class RunInputs:
     @property
     def ranks_per_node(self) -> int:
         """Processes on each node."""
-        return max(1, self.mesh.world_size // self.run.trainer.num_nodes)
+        return self.run.ranks_per_node
 
     @property
     def micro_batches(self) -> int:

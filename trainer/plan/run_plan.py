@@ -146,7 +146,7 @@ def local_target(run: ResolvedRun, device: torch.device) -> Target:
         memory=memory,
         software=_with_determinism(run, detect_installed_software(device.type)),
         flags=attention_flags(run.trainer.deterministic),
-        host_memory=None if host is None else host // max(1, run.world_size // run.trainer.num_nodes),
+        host_memory=None if host is None else host // run.ranks_per_node,
     )
 
 

@@ -68,6 +68,22 @@ def has_rendezvous() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
+def import_torch_quietly() -> None:
+    """Import torch without its C++ warnings, in a process that reports lost connections itself; its children warn."""
+    variable = "TORCH_CPP_LOG_LEVEL"
+    if variable in os.environ:
+        return
+    os.environ[variable] = "ERROR"
+    import torch  # noqa: F401
+
+    del os.environ[variable]
+
+
+def share_no_second_store() -> None:
+    """Keep torch's rendezvous from opening a second store, on all interfaces, which stoker does not use."""
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+
+
 def worker_environment(
     *,
     rank: int,

@@ -97,7 +97,7 @@ def some_checkpoint_is_saved(context: RuleContext) -> Iterator[Finding]:
             f"{prefix}.save_last=true, or exp_manager.create_checkpoint_callback=false",
         )
     elif (
-        params.every_n_train_steps is not None
+        isinstance(params.every_n_train_steps, int)
         and params.every_n_train_steps > steps
         and params.train_time_interval is None
     ):

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from ....models.config.key_block import Finding
 from ....models.config.stack import divisors
+from ..node_counts import fits, min_nodes
 from .rule_context import RuleContext, defaults_to_fp32, no_effect, num_data_ranks, num_processes
 
 PARALLEL_SIZE_KEYS = frozenset(
@@ -23,6 +24,46 @@ def mps_uses_one_process(context: RuleContext) -> Iterator[Finding]:
             ("trainer.devices", "trainer.accelerator"),
             f"`accelerator` (mps) supports one process, not {num_processes(context)}",
             "trainer.devices=1 trainer.num_nodes=1",
+        )
+
+
+def restarts_resume(context: RuleContext) -> Iterator[Finding]:
+    """A run that is restarted, after a failure or because nodes join and leave, goes on from its checkpoints."""
+    trainer, manager = context.root.trainer, context.root.exp_manager
+    switches = {name: getattr(manager, name) for name in ("resume_if_exists", "create_checkpoint_callback")}
+    for key, acts in (
+        ("max_restarts", trainer.max_restarts > 0),
+        ("min_nodes", min_nodes(trainer) < trainer.num_nodes),
+    ):
+        if acts and not all(switches.values()):
+            yield Finding.error(
+                (f"trainer.{key}", *(f"exp_manager.{name}" for name, is_on in switches.items() if not is_on)),
+                f"`{key}` ({getattr(trainer, key)}) restarts from checkpoints, which this run does not have",
+                " ".join(f"exp_manager.{name}=true" for name, is_on in switches.items() if not is_on),
+            )
+
+
+def fewer_nodes_fit(context: RuleContext) -> Iterator[Finding]:
+    """`min_nodes` nodes divide the global batch and hold whole replicas."""
+    trainer, path = context.root.trainer, "trainer.min_nodes"
+    fewest = min_nodes(trainer)
+    if fewest > trainer.num_nodes:
+        yield Finding.error(
+            (path, "trainer.num_nodes"),
+            f"`min_nodes` ({fewest}) must not be more than `num_nodes` ({trainer.num_nodes})",
+            f"{path}={trainer.num_nodes}",
+        )
+    elif fewest < trainer.num_nodes and trainer.devices == "auto":
+        message = f"`min_nodes` ({fewest}) below `num_nodes` needs a number of `devices`, the same on every node"
+        yield Finding.error((path, "trainer.devices"), message, "trainer.devices=8")
+    elif fewest < trainer.num_nodes and not fits(context.root, fewest * int(trainer.devices)):
+        fitting = [n for n in range(1, trainer.num_nodes + 1) if fits(context.root, n * int(trainer.devices))]
+        counts = f"numbers of nodes that do: {', '.join(map(str, fitting))}" if fitting else "no number of nodes does"
+        yield Finding.error(
+            (path, "trainer.devices", "model.global_batch_size", "model.micro_batch_size"),
+            f"`min_nodes` ({fewest}) with {trainer.devices} `devices` each must hold whole replicas of the model and "
+            f"divide `global_batch_size` ({context.root.model.global_batch_size}) into micro batches; {counts}",
+            f"{path}={min(fitting, key=lambda n: abs(n - fewest))}" if fitting else "",
         )
 
 

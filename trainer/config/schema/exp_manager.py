@@ -41,9 +41,10 @@ class CheckpointParams(ConfigBlock):
     """Always keep the newest checkpoint too, and save one when training ends."""
     async_save: bool = False
     """Write checkpoints in the background; training waits only for the copy to host memory."""
-    every_n_train_steps: int | None = Field(None, ge=1)
+    every_n_train_steps: Annotated[int, Field(ge=1)] | Literal["auto"] | None = None
     """Steps between checkpoints; null: `trainer.val_check_interval`, so one after each validation, unless
-    `train_time_interval` is set."""
+    `train_time_interval` is set. `auto`: as many as lose the least time (Young and Daly), from the measured cost of a
+    checkpoint and the failures of the run so far; the first after 10 steps."""
     train_time_interval: Duration | None = None
     """Save when this much time has passed since the last checkpoint: `DD:HH:MM:SS`, quoted. With `every_n_train_steps`
     whichever comes first."""

@@ -19,6 +19,17 @@ class TrainerBlock(ConfigBlock):
     """Devices per node."""
     num_nodes: int = Field(1, ge=1)
     """Number of nodes (machines)."""
+    min_nodes: int | None = extension_field(None, ge=1)
+    """Fewest nodes with which the run starts, and goes on when nodes are lost; it grows again, up to `num_nodes`, as
+    nodes join. The global batch stays, so numbers that do not divide it leave nodes idle. null: all of `num_nodes`."""
+    max_restarts: int = extension_field(0, ge=0)
+    """Restarts from the newest checkpoint, without a new one in between, after a process has died or hung or a disk was
+    full; needs `exp_manager.resume_if_exists`. Bad input and divergence always end the run. `stoker train --restart N`
+    sets it."""
+    step_timeout: float | None = extension_field(300.0, gt=0)
+    """Seconds after which a training step counts as hung, or 10 times the median of past steps if that is longer: the
+    ranks write their stack traces to `stacks` in the run directory and end. Validation, saving and the first step of a
+    process are not limited. null: never."""
     accelerator: Literal["auto", "gpu", "cuda", "cpu", "mps"] = "auto"
     """Device type; `auto` selects a CUDA GPU if one is available, else the CPU."""
     process_timeout: float = extension_field(600.0, gt=0)
