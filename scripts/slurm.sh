@@ -3,6 +3,10 @@
 #
 #   sbatch scripts/slurm.sh experiment=mine exp_manager.name=mine
 #   sbatch --nodes=2 --gpus-per-node=4 --ntasks-per-node=4 --time=04:00:00 scripts/slurm.sh experiment=mine
+#   sbatch --nodes=2 --no-kill scripts/slurm.sh experiment=mine trainer.max_restarts=3 trainer.min_nodes=1
+#
+# With trainer.max_restarts or trainer.min_nodes it starts one process per node instead, which starts those of its GPUs,
+# and again after a failure; then a lost node does not end the job.
 #
 # Arguments after the script's name are passed to `stoker train`. Number of processes, number of nodes, time limit and
 # resuming are set below from SLURM's variables, unless you override them.
@@ -74,13 +78,24 @@ if [ -n "$left" ] && [ "$left" -gt $((2 * STOP_EARLY)) ]; then
     $((limit / 86400)) $((limit / 3600 % 24)) $((limit / 60 % 60)) $((limit % 60)))'" "$@"
 fi
 
+# One agent for each node if it is to restart processes, otherwise one task for each GPU.
+cpus=${SLURM_CPUS_PER_TASK:-}
+launch=(--ntasks="$tasks" --distribution=block --kill-on-bad-exit=1)
+for argument; do
+  if [[ $argument =~ ^[+]*trainer\.(max_restarts|min_nodes)= || $argument == --restart* ]]; then
+    launch=(--ntasks="$nodes" --ntasks-per-node=1 --kill-on-bad-exit=0 --no-kill)
+    cpus=${SLURM_CPUS_PER_TASK:+$((SLURM_CPUS_PER_TASK * tasks / nodes))}
+    break
+  fi
+done
+
 # Rendezvous: the first node, and a port that other jobs are unlikely to use.
 MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))
 export MASTER_ADDR MASTER_PORT
 
 log "job $SLURM_JOB_ID, start $((${SLURM_RESTART_COUNT:-0} + 1)), $tasks processes, rendezvous at $MASTER_ADDR:$MASTER_PORT"
-srun --ntasks="$tasks" --distribution=block --kill-on-bad-exit=1 ${SLURM_CPUS_PER_TASK:+--cpus-per-task="$SLURM_CPUS_PER_TASK"} \
+srun "${launch[@]}" ${cpus:+--cpus-per-task="$cpus"} \
   "${STOKER:-stoker}" train "${overrides[@]}" "$@" &
 step=$!
 [ -n "${stopping:-}" ] && kill -TERM "$step" 2>/dev/null # the signal came before there was a step

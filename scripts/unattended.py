@@ -55,6 +55,8 @@ KEYS = {
     "trainer.num_nodes": 2,
     "trainer.devices": 2,
     "trainer.max_restarts": 3,
+    "trainer.max_steps": 1_000_000,
+    "trainer.val_check_interval": 1_000_000,
     "trainer.step_timeout": 10,
     "trainer.process_timeout": 30,
     "trainer.limit_val_batches": 0,
@@ -63,6 +65,7 @@ KEYS = {
     "exp_manager.create_tensorboard_logger": False,
     "exp_manager.checkpoint_callback_params.every_n_train_steps": "auto",
     "exp_manager.checkpoint_callback_params.save_top_k": 1,
+    "exp_manager.checkpoint_callback_params.async_save": True,
     "model.num_layers": 1,
     "model.hidden_size": 32,
     "model.ffn_hidden_size": 64,
@@ -313,7 +316,10 @@ def measure(place: Path, minutes: float, seconds: float, step_seconds: float, *,
     with small_disk(disk) as mounted:
         kinds = ["node"] if elastic else ["kill", "stop", "exception", *(["disk"] if mounted else [])]
         with Nodes(place / "broken", disk / "run", step_seconds, **changes) as nodes:
-            report = broken_run(nodes, kinds, seconds, minutes, disk)
+            try:
+                report = broken_run(nodes, kinds, seconds, minutes, disk)
+            finally:
+                shutil.copy(disk / "run" / "events.jsonl", place)
         last = report["final_step"]
         peace = {"trainer.max_steps": last, "exp_manager.checkpoint_callback_params.every_n_train_steps": 10 * last}
         with Nodes(place / "peace", place / "peace" / "run", 0.0, **changes | peace) as nodes:
@@ -321,7 +327,6 @@ def measure(place: Path, minutes: float, seconds: float, step_seconds: float, *,
             assert codes == [0, 0], nodes.errors
         paths = [run / "checkpoints" / f"step-{last}" for run in (disk / "run", place / "peace" / "run")]
         report["difference_of_final_weights"] = difference(*paths)
-        shutil.copy(disk / "run" / "events.jsonl", place / "events.jsonl")
     return report
 
 

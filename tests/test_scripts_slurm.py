@@ -18,10 +18,11 @@ SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "slurm.sh"
 
 SRUN = """#!/usr/bin/env bash
 # Starts as many processes as there are tasks, hands SIGTERM on, and ends with the highest exit code.
-while [[ $1 == --* ]]; do echo "$1" >>"$LOG"; shift; done
+tasks=$SLURM_NTASKS
+while [[ $1 == --* ]]; do echo "$1" >>"$LOG"; [[ $1 == --ntasks=* ]] && tasks=${1#*=}; shift; done
 trap 'kill -TERM "${processes[@]}" 2>/dev/null' TERM
-for ((rank = 0; rank < SLURM_NTASKS; rank++)); do
-  SLURM_STEP_NUM_TASKS=$SLURM_NTASKS SLURM_PROCID=$rank SLURM_LOCALID=$rank "$@" & processes+=($!)
+for ((rank = 0; rank < tasks; rank++)); do
+  SLURM_STEP_NUM_TASKS=$tasks SLURM_NODEID=$rank SLURM_PROCID=$rank SLURM_LOCALID=$rank "$@" & processes+=($!)
 done
 worst=0
 for process in "${processes[@]}"; do
@@ -128,6 +129,24 @@ def test_every_process_gets_its_rank_the_place_to_meet_and_the_limits(cluster, j
     assert not any("requeue" in line for line in lines)
 
 
+@pytest.mark.parametrize("word", ["trainer.max_restarts=2", "+trainer.min_nodes=1", "--restart=1"])
+def test_restarts_are_those_of_one_agent_on_each_node(cluster, job, word):
+    run = job("experiment=mine", word, SLURM_JOB_NUM_NODES="2", SLURM_NTASKS="8", SLURM_CPUS_PER_TASK="3")
+    assert run.wait(600) == 0
+    lines = log_of(cluster)
+    words = f"train trainer.num_nodes=2 trainer.devices=4 exp_manager.resume_if_exists=true experiment=mine {word}"
+    started = {line for line in lines if line.startswith("stoker")}
+    assert len(started) == 2
+    assert all(line.endswith(words) for line in started)
+    assert [line for line in lines if line.startswith("--")] == [
+        "--ntasks=2",
+        "--ntasks-per-node=1",
+        "--kill-on-bad-exit=0",
+        "--no-kill",
+        "--cpus-per-task=12",
+    ]
+
+
 def test_an_override_of_ones_own_takes_the_place_of_the_scripts(cluster, job):
     own = ["+trainer.devices=1", "exp_manager.max_time_per_run=null", "trainer.num_nodesX=3"]
     assert job(*own, LEFT="1-02:03:04").wait(600) == 0
@@ -195,6 +214,32 @@ def test_shellcheck_finds_nothing():
         return
     done = subprocess.run(["shellcheck", str(SCRIPT)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
+
+
+@full_only
+def test_two_agents_train_save_at_a_signal_and_go_on(cluster, job, tmp_path):
+    """Each starts its one process."""
+    (tmp_path / "bin" / "stoker").write_text(f'#!/bin/sh\nexec {sys.executable} -m stoker "$@"\n')
+    document = tiny_document(tmp_path / "run", model__micro_batch_size=1)
+    (tmp_path / "conf").mkdir()
+    (tmp_path / "conf" / "tiny.yaml").write_text(json.dumps(document))
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    words = ["--config-name", "tiny", "trainer.max_steps=100000", "trainer.val_check_interval=100000"]
+    words += ["trainer.max_restarts=2", "exp_manager.resume_if_exists=true"]
+    run = job(*words, SLURM_JOB_NUM_NODES="2")
+    wait_for(lambda: metrics.exists() and len(metrics.read_text().splitlines()) > 3)
+    environment = json.loads((tmp_path / "run" / "environment.json").read_text())
+    os.kill(environment["processes"][1]["process"], signal.SIGKILL)
+    events = tmp_path / "run" / "events.jsonl"
+    wait_for(lambda: events.read_text().count('"start"') == 2)
+    run.send_signal(signal.SIGUSR1)
+    assert run.wait(600) == 143
+    assert f"scontrol requeue {os.getpid()}" in log_of(cluster)
+    [checkpoint] = (tmp_path / "run" / "checkpoints").glob("step-*")
+    last = int(checkpoint.name.removeprefix("step-"))
+    words[2] = f"trainer.max_steps={last + 3}"
+    assert job(*words, SLURM_JOB_NUM_NODES="2").wait(600) == 0
+    assert (tmp_path / "run" / "checkpoints" / f"step-{last + 3}").is_dir()
 
 
 @full_only

@@ -32,8 +32,11 @@ def fits(root: RootBlock, world_size: int) -> bool:
     except UserError:
         return False
     sizes = (keys.global_batch_size, *(keys.rampup_batch_size or ())[:2])
+    # with virtual stages a step has whole rounds of micro batches
+    rounds = keys.pipeline_model_parallel_size if (keys.virtual_pipeline_model_parallel_size or 1) > 1 else 1
     groups = keys.fsdp_shard_size if keys.fsdp and keys.fsdp_sharding_strategy == "hybrid" else None
-    return all(size % (keys.micro_batch_size * data_ranks) == 0 for size in sizes) and data_ranks % (groups or 1) == 0
+    unit = keys.micro_batch_size * data_ranks * rounds
+    return all(size % unit == 0 for size in sizes) and data_ranks % (groups or 1) == 0
 
 
 def usable_nodes(root: RootBlock, nodes: int, devices: int) -> int:

@@ -48,7 +48,7 @@ _PAUSE_SECONDS = {EXIT_FAILURE: 0.0, EXIT_IO: 10.0}
 """Exit codes after which the workers are restarted, and the pause before: a full disk may have space again. What fails
 with others, such as bad input, would fail again."""
 _FAILURES_TO_LEAVE = 2
-_CLAIM_SECONDS = 4.0
+_CLAIM_SECONDS = 2.0
 """Time that an agent whose workers only lost others leaves to the one whose workers know why."""
 _CLAIM_INTERVAL = 0.5
 _LINGER_SECONDS = 2.0

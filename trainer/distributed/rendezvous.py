@@ -26,7 +26,7 @@ _RUN_ID = "stoker"
 """The same for all runs: ranks compare their configurations later, with a better message than a missing node."""
 _KEEP_ALIVE_SECONDS = 5
 """A node that has said nothing for three times as long is lost; clocks of nodes may differ by less."""
-_LAST_CALL_SECONDS = 10
+_LAST_CALL_SECONDS = 6
 """Time for further nodes to join once there are `min_nodes`."""
 MIN_JOIN_SECONDS = 60.0
 """Time to wait for the other nodes at least, whatever `trainer.process_timeout`: starting takes as long everywhere."""
@@ -122,7 +122,9 @@ def _host_or_join(address: tuple[str, int], limit: timedelta) -> tuple[TCPStore,
 
 
 def _is_local(host: str) -> bool:
-    """Return whether a host is this machine: only then can its address be listened on."""
+    """Return whether a host is this machine: it has its name, or an address that only this machine can listen on."""
+    if host.partition(".")[0] == socket.gethostname().partition(".")[0]:  # which may not resolve yet, in a new pod
+        return True
     try:
         family, *_, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
         socket.create_server(address[:2], family=family).close()
