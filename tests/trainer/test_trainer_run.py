@@ -241,7 +241,7 @@ def test_a_file_in_place_of_the_checkpoints_is_refused_before_training(tmp_path)
 
 def test_a_run_directory_holds_everything(tmp_path, capsys):
     result = run_training(tiny_config(tmp_path, exp_manager__create_tensorboard_logger=True))
-    files = {"config.resolved.json", "environment.json", "metrics.jsonl", "run.lock", "run.log"}
+    files = {"config.resolved.json", "environment.json", "events.jsonl", "metrics.jsonl", "run.lock", "run.log"}
     assert {path.name for path in tmp_path.iterdir()} == files | {"checkpoints", "tensorboard"}
     assert json.loads((tmp_path / "config.resolved.json").read_text())["name"] == "tiny"
     environment = json.loads((tmp_path / "environment.json").read_text())

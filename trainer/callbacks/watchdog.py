@@ -88,7 +88,10 @@ class Watchdog:
         self._closed = threading.Event()
 
     def __enter__(self) -> Watchdog:
-        self._file = open_owned(self._directory, self._name, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        try:
+            self._file = open_owned(self._directory, self._name, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        except OSError:  # a full disk, for example, which is reported by what must be written
+            self._file = os.dup(2)
         if self._ranks.world_size > 1:  # a process alone keeps the meaning of Ctrl-\
             faulthandler.register(signal.SIGQUIT, self._file)
         if self._timeout is not None:
@@ -101,7 +104,7 @@ class Watchdog:
         if self._ranks.world_size > 1:
             faulthandler.unregister(signal.SIGQUIT)
         with suppress(OSError):
-            if not os.fstat(self._file).st_size:
+            if not (self._directory / self._name).stat().st_size:
                 (self._directory / self._name).unlink()
                 (self._directory / STACKS).rmdir()
         os.close(self._file)
