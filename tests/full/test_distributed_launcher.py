@@ -345,6 +345,7 @@ def package(tmp_path):
     (root / "failing.py").write_text(
         """
 import os
+import time
 from stoker.trainer.data.datasets.samples import MockSamples
 
 class Samples(MockSamples):
@@ -352,7 +353,7 @@ class Samples(MockSamples):
 
     def batch(self, first, count):
         if self.fails and first >= 24:
-            open("gone.bin") if self.fails == "later" else self.crash()
+            open("gone.bin") if self.fails == "later" else self.crash() if self.fails != "hang" else time.sleep(1e6)
         return super().batch(first, count)
 
     def crash(self):
@@ -407,6 +408,32 @@ def test_a_crash_of_one_rank_is_told_once(tmp_path, package, rank, place, keys):
         assert re.fullmatch(rf"{failed}.*; the traceback is in (stoker-crash-\S+\.txt)", run.error.strip())
         (kept,) = tmp_path.glob("stoker-crash-*.txt")
         assert "in batch" in kept.read_text()
+
+
+@pytest.mark.parametrize("restarts", [0, 1])
+def test_a_rank_that_hangs_ends_with_the_stacks_of_all(tmp_path, package, restarts):
+    """The other one waits for it in a collective."""
+    with job(
+        tmp_path,
+        environ=package,
+        trainer__step_timeout=5,
+        trainer__process_timeout=300,
+        trainer__max_restarts=restarts,
+        model__data__data_impl="failing",
+        model__data__dataset_kwargs="{fails: hang}",
+    ) as run:
+        assert run.end() == 1
+        lines = run.error.splitlines()
+        assert re.fullmatch(
+            r"rank [01] \(process \d+\) after step \d+: no step for \d+ seconds "
+            rf"\(limit \d+, `trainer.step_timeout`\); the stack traces are in {re.escape(str(run.run / 'stacks'))}",
+            lines[-1],
+        ), run.error
+        stacks = {path.name: path.read_text() for path in (run.run / "stacks").iterdir()}
+        assert set(stacks) == {"rank-0.txt", "rank-1.txt"}
+        assert "in batch" in stacks["rank-1.txt"]
+        assert stacks["rank-0.txt"].count("seconds in a step") == 1 + restarts
+        assert sum("restarting" in line for line in lines) == restarts
 
 
 def test_a_crash_that_says_more_than_a_pipe_holds_ends_the_run(tmp_path, package):
