@@ -31,6 +31,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
+from stoker.trainer.loggers.run_events import read_events
+
 PLUGIN = """
 import os, time
 from stoker.trainer.data.datasets.samples import MockSamples
@@ -143,9 +145,7 @@ class Nodes:
 
     def events(self, kind: str = "") -> list[dict[str, Any]]:
         """Return the events of the run, of one kind if given."""
-        path = self.run / "events.jsonl"
-        found = [json.loads(line) for line in path.read_text().splitlines() if line] if path.exists() else []
-        return sorted((event for event in found if kind in ("", event["event"])), key=lambda event: event["time"])
+        return [event for event in read_events(self.run) if kind in ("", event["event"])]
 
     def step(self) -> int:
         """Return the last step of which the run has told."""

@@ -49,7 +49,7 @@ def test_the_command_is_valid_and_fits_the_job(manifests, container, tmp_path, m
     assert container["resources"]["limits"]["nvidia.com/gpu"] == root.trainer.devices
     assert usable_nodes(root, 1, 8) == 1
     mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
-    assert root.exp_manager.explicit_log_dir.startswith(mounts["workspace"])
+    assert str(root.exp_manager.explicit_log_dir).startswith(mounts["workspace"])
     assert {volume["name"] for volume in spec["template"]["spec"]["volumes"]} == set(mounts)
 
 
