@@ -319,18 +319,21 @@ def build_bert(bert: BertSlice, form: BatchSpec, decisions: Mapping[str, Backend
 
 
 def bert_outer_weights(model: BertSlice) -> Weights:
-    """Return the weights of embeddings, MLM transform and head."""
-    vocab, hidden = model.padded_vocab_size, model.stack.hidden_size
-    norm = norm_parameters(model.stack.norm, hidden)
-    tables = (0 if model.tied else vocab) + (model.learned_positions or 0) + model.token_types
-    others = tables * hidden + vocab * model.head_bias + norm * model.embedding_norm
-    transform = Weights((Matrix("transform", hidden**2),), hidden + norm) if model.mlm_transform else Weights()
-    return head_weights(vocab, hidden) + transform + Weights(others=others)
+    """Return the weights of embeddings, MLM transform and head, as far as the part of a model has them."""
+    vocab, hidden, stack = model.padded_vocab_size, model.stack.hidden_size, model.stack
+    norm, found = norm_parameters(stack.norm, hidden), Weights()
+    if stack.begins:
+        tables = (0 if model.tied and stack.ends else vocab) + (model.learned_positions or 0) + model.token_types
+        found += Weights(others=tables * hidden + norm * model.embedding_norm)
+    if stack.ends:
+        transform = Weights((Matrix("transform", hidden**2),), hidden + norm) if model.mlm_transform else Weights()
+        found += head_weights(vocab, hidden) + transform + Weights(others=vocab * model.head_bias)
+    return found
 
 
 def embedding_norm_saved_bytes(model: BertSlice, inputs: StackInputs) -> int:
     """Return the bytes saved by the norm of the embeddings."""
-    if not model.embedding_norm:
+    if not model.embedding_norm or not inputs.stack.begins:
         return 0
     elements, s = inputs.outer_elements, inputs.widths.residual
     return elements * s + norm_saved_bytes(model.stack.norm, elements, s)

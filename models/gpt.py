@@ -317,8 +317,9 @@ def build_gpt(gpt: GPTSlice, form: BatchSpec, decisions: Mapping[str, BackendSel
 
 
 def gpt_outer_weights(model: GPTSlice) -> Weights:
-    """Return the weights of embeddings and head."""
-    tables = (model.learned_positions or 0) + (0 if model.tied else model.padded_vocab_size)
-    return head_weights(model.padded_vocab_size, model.stack.hidden_size) + Weights(
-        others=tables * model.stack.hidden_size
-    )
+    """Return the weights of embeddings and head, as far as the part of a model has them."""
+    stack, vocab = model.stack, model.padded_vocab_size
+    # the head, if it is tied, is the token embedding
+    tables = (model.learned_positions or 0) + (0 if model.tied and stack.ends else vocab) if stack.begins else 0
+    head = head_weights(vocab, stack.hidden_size) if stack.ends else Weights()
+    return head + Weights(others=tables * stack.hidden_size)

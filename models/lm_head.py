@@ -148,11 +148,13 @@ class LossMemory:
     Attributes:
         forward: peak bytes of the forward pass: chunks of logits, gradients of the head's weight and of its input.
         backward: peak bytes of the backward pass, which scales the gradients (in place on a GPU).
+        kept: bytes saved between both.
         num_parameters: number of parameters of the head, whose gradient exists from then on.
     """
 
     forward: int
     backward: int
+    kept: int
     num_parameters: int
 
 
@@ -180,6 +182,7 @@ def token_loss_memory(
     return LossMemory(
         forward=inputs + input_gradient + _chunked_logits(tokens, vocab, hidden, e, product, cuda=cuda) + cast_weight,
         backward=kept * (1 if cuda and e < 8 else 2) + cast_gradient,
+        kept=kept,
         num_parameters=0 if frozen else weights,
     )
 

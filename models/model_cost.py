@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 from .bert import bert_outer_weights, embedding_norm_saved_bytes, transform_saved_bytes
 from .config.batch_shape import BatchSpec
@@ -16,9 +16,11 @@ from .config.t5 import T5Slice
 from .dispatch.core_attention import attended_pairs
 from .gpt import gpt_outer_weights
 from .layer import layer_weights
+from .layers.attention_bias import position_bias_parameters
 from .layers.cost import StackInputs, Weights
 from .parallel.linear import embedding_traffic
-from .parallel.traffic import Collective
+from .parallel.stages import PipelineSplit, Stage
+from .parallel.traffic import Collective, CommunicationAxis
 from .parallel.vocabulary_loss import vocabulary_loss_traffic
 from .stack import count_stack, layer_kinds
 from .t5 import t5_outer_weights
@@ -40,6 +42,51 @@ def outer_weights(model: FamilySlice) -> Weights:
             return bert_outer_weights(model)
         case _:
             return gpt_outer_weights(model)
+
+
+def stack_part(stack: StackSlice, stages: Sequence[Stage]) -> StackSlice:
+    """Return the part of a stack that these stages of it have."""
+    layers = [number for stage in stages for number in stage.layers]
+    moe = None if stack.moe is None else replace(stack.moe, layers=tuple(stack.moe.layers[n] for n in layers))
+    begins, ends = any(stage.begins for stage in stages), any(stage.ends for stage in stages)
+    recompute = stack.recompute and replace(stack.recompute, layers=min(stack.recompute.layers, len(layers)))
+    return replace(stack, num_layers=len(layers), moe=moe, recompute=recompute, begins=begins, ends=ends)
+
+
+def stage_slice(model: FamilySlice, stages: Sequence[Stage]) -> FamilySlice:
+    """Return the part of a model that a rank with these pipeline stages has."""
+    parts = [
+        stack_part(stack, [stage for stage in stages if stage.stack == index])
+        for index, stack in enumerate(model.stacks)
+    ]
+    if not isinstance(model, T5Slice):
+        return replace(model, stack=parts[0])
+    encoder, decoder = replace(model.encoder, stack=parts[0]), replace(model.decoder, stack=parts[1])
+    return replace(model, encoder=encoder, decoder=decoder)
+
+
+def shared_weights(
+    model: FamilySlice, split: PipelineSplit
+) -> Iterator[tuple[CommunicationAxis, int, tuple[int, ...]]]:
+    """Yield the weights that several ranks of a pipeline have: axis, elements, and these ranks.
+
+    They are the token embedding, of which a tied head is another copy, and position biases, which all layers of a stack
+    share (`models.pipeline_parallel`).
+    """
+    stages, stacks = split.stages(*(stack.num_layers for stack in model.stacks)), model.stacks
+    table = model.padded_vocab_size * stacks[0].hidden_size
+    shared = isinstance(model, T5Slice) and model.shared_embeddings
+    last = [stage for stage in stages if stage.last and model.tied]
+    first = [stage for stage in stages if stage.begins and (shared or stage.stack == len(stacks) - 1)]
+    holders = {"embeddings": [(table, first + last)], "position biases": list[tuple[int, list[Stage]]]()}
+    for index, (stack, cross) in enumerate(stacks_with_cross_attention(model)):
+        biases = sum(position_bias_parameters(each) for each in (stack.attention, cross) if each is not None)
+        holders["position biases"].append((biases, [s for s in stages if s.stack == index and s.layers]))
+    for axis, weights in holders.items():
+        for elements, owners in weights:
+            ranks = tuple(sorted({split.rank_of(stage) for stage in owners}))
+            if elements and len(ranks) > 1:
+                yield cast(CommunicationAxis, axis), elements, ranks
 
 
 def count_parameters(
@@ -127,7 +174,8 @@ def head_saved_bytes(model: FamilySlice, inputs: StackInputs) -> int:
 
 def embedding_grad_is_sum(model: FamilySlice) -> bool:
     """Return True if the embedding's gradient is a sum of two: of embedding and tied head, or of both T5 stacks."""
-    return model.tied or (isinstance(model, T5Slice) and model.shared_embeddings)
+    of_head = model.tied and model.stacks[-1].begins and model.stacks[-1].ends
+    return of_head or (isinstance(model, T5Slice) and model.shared_embeddings and all(s.begins for s in model.stacks))
 
 
 def decoder_embedding_grad_is_separate(model: FamilySlice) -> bool:
@@ -151,9 +199,27 @@ def outer_traffic(
         return samples
     last, widths = stacks[-1], stacks[0].widths
     hidden, vocab = last.stack.hidden_size, model.padded_vocab_size
-    embedded = (embedding_traffic(stack.outer_elements * widths.weights) for stack in stacks)
-    loss = vocabulary_loss_traffic(last.tokens, vocab, hidden, widths.compute, cuda=cuda)
+    embedded = (embedding_traffic(stack.outer_elements * widths.weights) for stack in stacks if stack.stack.begins)
+    loss = vocabulary_loss_traffic(last.tokens, vocab, hidden, widths.compute, cuda=cuda) if last.computes_loss else ()
     return (*samples, *(each for found in embedded for each in found), *loss)
+
+
+def stage_traffic(stack: StackInputs) -> tuple[Collective, ...]:
+    """Return what a pipeline stage sends in a micro batch: its output, and the gradient of its input.
+
+    Both are residual streams, of decoder stages of a T5 beside the encoder's output; the first decoder stage has only
+    that as its input, the last encoder stage as its output.
+    """
+    ends = stack.stack.begins, stack.stack.ends
+    stream = stack.residual_elements * stack.widths.residual
+    encoded = 0 if stack.cross is None else stack.encoder_tokens * stack.stack.hidden_size * stack.widths.residual
+    received, sent = (stream * (not at_end) + encoded for at_end in ends)
+    if stack.stack.ends and stack.cross is None:  # of an encoder
+        sent = stack.outer_elements * stack.widths.residual
+    found = [] if stack.computes_loss else [Collective("pipeline", "send", sent, "forward", overlaps=True)]
+    if received:
+        found.append(Collective("pipeline", "send", received, "backward", overlaps=True))
+    return tuple(found)
 
 
 def _sample_traffic(stacks: Sequence[StackInputs], form: BatchSpec) -> tuple[Collective, ...]:
@@ -163,6 +229,8 @@ def _sample_traffic(stacks: Sequence[StackInputs], form: BatchSpec) -> tuple[Col
     sizes: list[int] = []
     if form.packed or form.reset_position_ids:
         sizes += [4 * stack.batch * length for stack in stacks for length in (stack.length, stack.encoder_length)]
-    if form.padded and not stacks[0].stack.attention.causal:
-        sizes.append(stacks[0].batch * stacks[0].length)
+    if form.padded:
+        sizes += [stack.batch * stack.length for stack in stacks if not stack.stack.attention.causal]
+        if stacks[0].cross is not None:  # a decoder stage without the encoder
+            sizes.append(stacks[0].batch * stacks[0].encoder_length)
     return tuple(Collective("context", "all-gather", size, "forward") for size in sizes if size)

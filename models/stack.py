@@ -310,8 +310,8 @@ def count_stack(
     stack: StackSlice, cross: AttentionSlice | None = None, *, active: bool = False, expert_ranks: int = 1
 ) -> int:
     """Count the parameters of a stack with final norm and position bias; other arguments as in `layer_weights`."""
-    count = 0 if stack.block == "post_ln" else norm_parameters(stack.norm, stack.hidden_size)
-    count += position_bias_parameters(stack.attention)
+    count = norm_parameters(stack.norm, stack.hidden_size) if stack.ends and stack.block != "post_ln" else 0
+    count += position_bias_parameters(stack.attention) if stack.num_layers else 0
     kinds = layer_kinds(stack).items()
     options: Any = {"active": active, "expert_ranks": expert_ranks}
     return count + sum(n * layer_weights(stack, cross, has_experts=kind, **options).numel for kind, n in kinds)
@@ -319,7 +319,7 @@ def count_stack(
 
 def final_norm_saved_bytes(inputs: StackInputs) -> int:
     """Return the bytes saved by the final norm of a stack: its input, in eager mode also fp32 copies."""
-    if inputs.stack.block == "post_ln":
+    if inputs.stack.block == "post_ln" or not inputs.stack.ends:
         return 0
     elements, s = inputs.residual_elements, inputs.widths.residual
     if inputs.compiled:
@@ -331,5 +331,9 @@ def stack_traffic(inputs: StackInputs) -> tuple[Collective, ...]:
     """Return the traffic at the ends of a stack, whose layers share the tokens with sequence parallelism."""
     if inputs.residual_tokens == inputs.tokens:
         return ()
-    whole = inputs.outer_elements * inputs.widths.residual
-    return tuple(Collective("tensor", "all-gather", whole, each) for each in ("backward", "forward"))
+    whole, found = inputs.outer_elements * inputs.widths.residual, []
+    if inputs.stack.begins:
+        found.append(Collective("tensor", "all-gather", whole, "backward"))
+    if inputs.stack.ends:
+        found.append(Collective("tensor", "all-gather", whole, "forward"))
+    return tuple(found)

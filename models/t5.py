@@ -525,16 +525,22 @@ def build_t5(
 
 
 def t5_outer_weights(model: T5Slice) -> Weights:
-    """Return the weights of embeddings and head, and of the position bias of cross-attention."""
+    """Return the weights of embeddings and head, and of the position bias of cross-attention, as far as the part of a
+    model has them.
+    """
     vocab, hidden = model.padded_vocab_size, model.encoder.stack.hidden_size
+    encoder, decoder = model.encoder.stack, model.decoder.stack
+    tables = encoder.begins + decoder.begins - (encoder.begins and decoder.begins and model.shared_embeddings)
     # the head, if it is tied, is one of the token embeddings
-    tables = vocab * ((1 if model.shared_embeddings else 2) - model.tied)
-    tables += (model.encoder.learned_positions or 0) + (model.decoder.learned_positions or 0)
-    others = tables * hidden + vocab * model.head_bias + position_bias_parameters(model.cross_attention)
-    return head_weights(vocab, hidden) + Weights(others=others)
+    tables -= decoder.ends and model.tied and (decoder.begins or (encoder.begins and model.shared_embeddings))
+    positions = (model.encoder.learned_positions or 0) * encoder.begins
+    positions += (model.decoder.learned_positions or 0) * decoder.begins
+    others = (vocab * tables + positions) * hidden + vocab * (model.head_bias and decoder.ends)
+    others += position_bias_parameters(model.cross_attention) if decoder.num_layers else 0
+    return (head_weights(vocab, hidden) if decoder.ends else Weights()) + Weights(others=others)
 
 
-def encoder_output_bytes(encoder: StackInputs) -> int:
-    """Return the bytes of the encoder's output, which every decoder layer reads."""
-    widths = encoder.widths
-    return encoder.outer_elements * (widths.residual + (widths.compute if widths.casts_weights else 0))
+def encoder_output_bytes(inputs: StackInputs) -> int:
+    """Return the bytes of the encoder's output, which every decoder layer reads, given either of the stacks."""
+    widths, tokens = inputs.widths, inputs.tokens if inputs.cross is None else inputs.encoder_tokens
+    return tokens * inputs.stack.hidden_size * (widths.residual + (widths.compute if widths.casts_weights else 0))

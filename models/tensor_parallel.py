@@ -229,7 +229,7 @@ def _count_partial(stack: StackSlice, cross: AttentionSlice | None, *, sequence:
     )
     if not sequence:
         return count
-    norms = stack.num_layers * (len(attentions) + 1) + (stack.block != "post_ln")
+    norms = stack.num_layers * (len(attentions) + 1) + (stack.ends and stack.block != "post_ln")
     biases = sum(each.output_bias for each in attentions) + stack.mlp.bias
     return (
         count + norms * norm_parameters(stack.norm, stack.hidden_size) + stack.num_layers * biases * stack.hidden_size

@@ -45,6 +45,8 @@ class StackSlice:
         moe: experts of the MoE layers; None in a dense stack.
         init_std: standard deviation of the initial weights.
         output_init_std: standard deviation of the initial output projections of attention and MLP.
+        begins: the embeddings come before it; False for later pipeline stages of a stack.
+        ends: the final norm, and in the last stack the head, come after it; False for earlier stages.
     """
 
     num_layers: int
@@ -60,6 +62,8 @@ class StackSlice:
     output_init_std: float
     recompute: RecomputeSlice | None
     offload: OffloadSlice | None
+    begins: bool = True
+    ends: bool = True
 
     def recomputed_modules(
         self, layer: int, *, offloading: bool, whole: bool | None = None

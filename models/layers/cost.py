@@ -167,6 +167,11 @@ class StackInputs:
         return self.tokens * self.stack.hidden_size
 
     @property
+    def computes_loss(self) -> bool:
+        """True if the head and the loss come after it."""
+        return self.stack.ends and self.name != "encoder"
+
+    @property
     def num_branches(self) -> int:
         """Number of residual branches of a layer, each with its own norm: attention, cross-attention, MLP."""
         return 2 if self.cross is None else 3

@@ -7,7 +7,7 @@ of `Schedule1F1B`, `ScheduleGPipe` and `ScheduleInterleaved1F1B` of torch.distri
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal, NamedTuple
@@ -96,6 +96,17 @@ def pass_order(rank: int, ranks: int, chunks: int, micro_batches: int) -> tuple[
     for pair in zip(forward[warm_up:], backward, strict=False):
         order += pair
     return (*order, *backward[total - warm_up :])
+
+
+def most_held(order: Iterable[PipelinePass], sizes: Mapping[int, int]) -> int:
+    """Return the most that a rank holds at a time if a micro batch holds `sizes` from its forward pass through a stage,
+    of that number, to the backward pass.
+    """
+    held = most = 0
+    for stage, _, is_backward in order:
+        held += -sizes[stage] if is_backward else sizes[stage]
+        most = max(most, held)
+    return most
 
 
 def bubble_fraction(ranks: int, chunks: int, micro_batches: int) -> float:

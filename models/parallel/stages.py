@@ -118,6 +118,10 @@ class PipelineSplit:
         """Return the stages of a rank of the pipeline, first to last; `num_layers` as in `stages`."""
         return tuple(stage for stage in self.stages(*num_layers) if self.rank_of(stage) == rank)
 
+    def most_layers(self, stack: int, num_layers: Sequence[int]) -> int:
+        """Return the most layers that a stage has of a stack; `num_layers` as in `stages`."""
+        return max(len(stage.layers) for stage in self.stages(*num_layers) if stage.stack == stack)
+
     def _sizes(self, layers: int) -> list[int]:
         """Return the number of layers of each stage of a model of one stack."""
         if self.first_layers is None and self.last_layers is None:
@@ -133,6 +137,12 @@ class PipelineSplit:
             raise ValueError(f"the first and last stage have {sum(given.values())} of {layers} layers")
         middle = _share(rest, others) if others else 0
         return [_share(given.get(rank, middle), self.chunks) for rank in range(self.ranks)] * self.chunks
+
+
+def whole_stacks(*num_layers: int) -> tuple[Stage, ...]:
+    """Return the stages of a model without a pipeline: each is a whole stack; `num_layers` as in `stages`."""
+    last = len(num_layers) - 1
+    return tuple(Stage(n, n, range(layers), True, True, n == last) for n, layers in enumerate(num_layers))
 
 
 def _share(layers: int, parts: int) -> int:

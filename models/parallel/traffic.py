@@ -7,11 +7,12 @@ from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
 CommunicationAxis = Literal[
-    "tensor", "context", "context heads", "context ring", "expert", "data", "replicas", "expert data"
-]
+    "tensor", "context", "context heads", "context ring", "expert", "data", "replicas", "expert data", "pipeline",
+    "embeddings", "position biases",
+]  # fmt: skip
 """Ranks that communicate. `context heads` and `context ring` are the two parts of `a2a+p2p`. `data` are those with the
 same part of the model, on the axes data and context, or the shards of it; `replicas` those with the same shard; `expert
-data` those with the same experts."""
+data` those with the same experts; `embeddings` and `position biases` the pipeline ranks that have the same ones."""
 CollectiveKind = Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all", "send"]
 Pass = Literal["forward", "backward", "recompute", "update"]
 

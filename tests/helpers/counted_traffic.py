@@ -19,10 +19,10 @@ KINDS = {
     "all_reduce": ("all-reduce", 0), "allreduce_": ("all-reduce", 0),
     "all_gather_into_tensor": ("all-gather", None), "_allgather_base_": ("all-gather", 0),
     "reduce_scatter_tensor": ("reduce-scatter", 0), "_reduce_scatter_base_": ("reduce-scatter", 1),
-    "all_to_all_single": ("all-to-all", 0), "alltoall_base_": ("all-to-all", 1),
+    "all_to_all_single": ("all-to-all", 0), "alltoall_base_": ("all-to-all", 1), "send": ("send", 0),
 }  # fmt: skip
 """Kind of each operation, and its argument that is the whole tensor; None for its result."""
-NOT_COUNTED = {"wait_tensor", "barrier", "broadcast_", "allgather_", "monitored_barrier_"}
+NOT_COUNTED = {"recv_", "wait_tensor", "barrier", "broadcast_", "allgather_", "monitored_barrier_"}
 
 
 class Sent(NamedTuple):
@@ -88,15 +88,23 @@ def compare(directory: str, size: int, cases: list[dict[str, Any]]) -> list[dict
 
     Returns:
         For each case the planned bytes by "(ranks) kind", of the groups of rank 0, and those counted in the ranks of
-        the group: their mean, since only all ranks together send as many rows to experts as are planned.
+        the group: their mean, since only all ranks together send as many rows to experts as are planned. With a
+        pipeline, those of the first rank of each stage, after "stage s: "; stages send each other what they planned.
     """
     found = fork_ranks(directory, size, partial(_rank, Path(directory), size, cases))
     results: list[dict[str, dict[str, float]]] = []
     for number in range(len(cases)):
-        counted, planned = {}, found[0][number]["planned"]
-        for key in found[0][number]["counted"]:
-            members = json.loads(f"[{key[1 : key.index(')')].rstrip(',')}]")
-            counted[key] = sum(found[rank][number]["counted"].get(key, 0) for rank in members) / len(members)
+        counted, planned, stages = {}, {}, found[0][number]["stages"]["number"]
+        for stage in range(stages):
+            first, last = stage * size // stages, (stage + 1) * size // stages
+            name = f"stage {stage}: " if stages > 1 else ""
+            planned |= {f"{name}{key}": sent for key, sent in found[first][number]["planned"].items()}
+            for key, own in found[first][number]["counted"].items():
+                members = json.loads(f"[{key[1 : key.index(')')].rstrip(',')}]")
+                counted[f"{name}{key}"] = own
+                if first <= min(members) <= max(members) < last:
+                    total = sum(found[rank][number]["counted"].get(key, 0) for rank in members)
+                    counted[f"{name}{key}"] = total / len(members)
         results.append({"counted": counted, "planned": planned})
     return results
 
@@ -152,8 +160,13 @@ def _compare_step(directory: Path, ranks: Any, changes: dict[str, Any]) -> dict[
     _check_sent(sent, run, ranks.rank)
     _check_experts(models[0], run.mesh, ranks.rank)
     plan = make_plan(run, local_target(run, torch.device("cpu")), vocab_size=vocab_sizes[0])
-    planned = planned_by_group(plan.inputs, plan.memory.layers)
-    return {"counted": dict(counted), "planned": {f"{group} {kind}": size for (group, kind), size in planned.items()}}
+    own = plan.ranks[run.mesh.coordinates(ranks.rank).pipeline]
+    planned = planned_by_group(own.inputs, own.memory.layers)
+    return {
+        "counted": dict(counted),
+        "planned": {f"{group} {kind}": size for (group, kind), size in planned.items()},
+        "stages": {"number": run.mesh.pipeline},
+    }
 
 
 def _check_sent(sent: list[Sent], run: Any, rank: int) -> None:
@@ -164,7 +177,7 @@ def _check_sent(sent: list[Sent], run: Any, rank: int) -> None:
     """
     context = set(run.mesh.group_of(rank, "context"))
     split = run.context_split
-    assert sent or run.mesh.model_ranks == 1
+    assert sent or run.mesh.model_ranks == run.mesh.pipeline
     for each in sent:
         assert not each.shape or each.shape[-1] % 7, each
         assert each.kind == "all-to-all" or math.prod(each.shape) % 7, each

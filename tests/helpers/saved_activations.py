@@ -34,6 +34,7 @@ from stoker.models.config.peft import peft_slice
 from stoker.models.dispatch.attention_choices import plan_attentions
 from stoker.models.layers.context import LayerContext, Memory
 from stoker.models.parallel.collectives import TensorParallel
+from stoker.models.parallel.stages import StageInput
 from stoker.models.peft.apply import apply_peft
 from stoker.models.recompute.apply_recompute import apply_recompute
 from stoker.models.tensor_parallel import apply_tensor_parallel
@@ -145,6 +146,39 @@ def saved_eager(facts: RunInputs, monkeypatch: Any) -> int:
         cast = torch.autocast("cpu", autocast or torch.bfloat16, enabled=autocast is not None)
         with cast, saved_tensors_hooks(saved.pack, lambda tensor: tensor):
             model.hidden_states(*tokens)
+    return saved.total
+
+
+def saved_stage(whole: RunInputs, rank: RunInputs, number: int, monkeypatch: Any) -> int:
+    """Bytes held between forward and backward pass of a stage of an eager pipeline rank, without the loss: what is
+    saved, and the stage's input and output.
+    """
+    stage, model = rank.stages[number], model_of(whole)
+    monkeypatch.setattr(model, "_loss", lambda hidden, *_: hidden)
+    saved, form = Saved(model), whole.batch_spec
+    names = ("encoder_tokens", "decoder_tokens") if form.decoder_seq_length else ("tokens",)
+    lengths = (form.seq_length, form.decoder_seq_length)
+    dtype = TORCH_DTYPES[whole.precision.weights]
+    with simulate_cuda(monkeypatch), FakeTensorMode(allow_non_fake_inputs=True):
+        batch = {
+            name: torch.zeros(whole.stacks[0].batch, length, dtype=torch.int64)
+            for name, length in zip(names, lengths, strict=False)
+        }
+        batch["labels"] = torch.zeros_like(batch[names[-1]])
+        inputs = rank.stacks[number]
+        hidden = inputs.stack.hidden_size
+        stream = (inputs.batch, inputs.length, hidden)
+        if inputs.residual_tokens < inputs.tokens:
+            stream = (1, inputs.residual_tokens, hidden)
+        shapes = [] if stage.begins else [stream]
+        shapes += [(inputs.batch, inputs.encoder_length, hidden)] if inputs.cross is not None else []
+        received = tuple(torch.zeros(shape, dtype=dtype, requires_grad=True) for shape in shapes)
+        autocast = whole.precision.autocast and TORCH_DTYPES[whole.precision.autocast]
+        cast = torch.autocast("cpu", autocast or torch.bfloat16, enabled=autocast is not None)
+        with cast, saved_tensors_hooks(saved.pack, lambda tensor: tensor):
+            output = model.run_stage(StageInput(stage, received), batch, 1.0)
+        for tensor in (*received, *(() if stage.last else output)):
+            saved.pack(tensor)
     return saved.total
 
 

@@ -106,8 +106,26 @@ SHARED_BY_FOUR = [
     SHARED | KEYS,
     SHARED | RING | PADDED,
 ]
+PIPELINE: dict[str, Any] = {"model__pipeline_model_parallel_size": 2}
+FOUR_LAYERS = {"model__num_layers": 4}
+INTERLEAVED = PIPELINE | FOUR_LAYERS | {"model__virtual_pipeline_model_parallel_size": 2}
+RELATIVE = {"model__position_embedding_type": "relative"}
+T5_SPLIT = {"model": T5["model"] | {"pipeline_model_parallel_size": 2, "pipeline_model_parallel_split_rank": 1}}
+# without norms of heads, the norms of two layers are not a multiple of 7
+PARTLY = recomputing(LLAMA, BLOCK | {"num_micro_batches_with_partial_activation_checkpoints": 1})
+PARTLY |= {"model__qk_layernorm": False}
+TWO_STAGES = [
+    LLAMA | INTERLEAVED, GPT | FOUR_LAYERS | PIPELINE, GPT | RELATIVE | INTERLEAVED, BERT | FOUR_LAYERS | PIPELINE,
+    T5_SPLIT,
+]  # fmt: skip
+STAGES_OF_TWO = [
+    PARTLY | FOUR_LAYERS | PIPELINE | SEQUENCE, T5_SPLIT | TENSOR, GPT | DOCUMENTS | INTERLEAVED | RING,
+    LLAMA | FOUR_LAYERS | PIPELINE | DATA["zero1"], GPT | FOUR_LAYERS | PIPELINE | DATA["fsdp"],
+    recomputing(SHARED, FULL) | {"model__moe_layer_freq": [1, 0, 1, 0]} | FOUR_LAYERS | PIPELINE,
+]  # fmt: skip
 FAST = [
     recomputing(T5, CHUNKS) | SEQUENCE, GPT | RING, recomputing(SHARED, CHUNKS) | GATHER,
+    GPT | FOUR_LAYERS | PIPELINE,
 ]  # fmt: skip
 
 
@@ -133,6 +151,14 @@ def test_planned_bytes_of_all_models_and_recomputations_are_counted(forks: ForkS
 def test_planned_bytes_of_data_parallel_ranks_are_counted(forks: ForkServer, tmp_path: Path, data: str) -> None:
     split = {} if data == "hybrid" else SEQUENCE
     check(forks, tmp_path, 4, [LLAMA | split | DATA[data]])
+
+
+@full_only
+@pytest.mark.parametrize(("ranks", "changes"), [(2, TWO_STAGES), (4, STAGES_OF_TWO)])
+def test_planned_bytes_of_pipelines_are_counted(
+    forks: ForkServer, tmp_path: Path, ranks: int, changes: list[dict[str, Any]]
+) -> None:
+    check(forks, tmp_path, ranks, changes)
 
 
 @full_only

@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..utils.errors import EXIT_BAD_INPUT, EXIT_OK, UserError
@@ -42,13 +43,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         metavar="N",
         help="plan for this number of GPUs, in machines of 8, instead of trainer.devices and trainer.num_nodes; with "
-        "--fit also search for their layout: tensor, context, expert and data parallelism",
+        "--fit also search for their layout: tensor, context, pipeline, expert and data parallelism",
     )
     parser.add_argument(
         "--network",
         type=float,
         metavar="GB/S",
         help="bandwidth of each GPU to other machines, instead of that of hardware.yaml",
+    )
+    parser.add_argument(
+        "--timeline",
+        type=Path,
+        metavar="FILE.svg",
+        help="draw the planned step of a pipeline: what each of its ranks computes when",
     )
     parser.add_argument("--json", action="store_true", help="print everything as one JSON object")
 
@@ -60,8 +67,10 @@ def run(args: argparse.Namespace) -> int:
         0, or 2 if `--fit` finds nothing that fits.
 
     Raises:
-        UserError: an invalid configuration or an unknown GPU.
+        UserError: an invalid configuration or an unknown GPU, or nothing to draw.
     """
+    if args.fit and args.timeline is not None:
+        raise UserError("`--timeline` draws one plan, not a search; remove --fit, and add the overrides that it prints")
     machines = [] if args.gpus is None else _machines(args.gpus)
     if not args.fit:
         args.overrides = [*args.overrides, *machines]
@@ -81,6 +90,8 @@ def run(args: argparse.Namespace) -> int:
         plan = make_plan(resolved, target, vocab_size=vocab_size)
     except ValueError as error:
         raise UserError(str(error).splitlines()) from None
+    if args.timeline is not None:
+        _draw(plan, args.timeline)
     offloaded = host_offload_keys(resolved) if target.gpu is not None else ()
     # On the planned GPU these act: that they do nothing on the accelerator of the configuration is part of a note.
     findings = [
@@ -107,6 +118,25 @@ def run(args: argparse.Namespace) -> int:
         print(line)
     _print_notes(findings, notes)
     return EXIT_OK
+
+
+def _draw(plan: Plan, path: Path) -> None:
+    """Write a drawing of the planned step.
+
+    Raises:
+        UserError: there is no pipeline, its times are not known, or the file cannot be written.
+    """
+    from ..loggers.pipeline_timeline import draw_timeline, write_timeline
+
+    schedule, ranks = plan.schedule, len(plan.ranks)
+    if schedule is None:
+        cure = "set model.pipeline_model_parallel_size" if ranks == 1 else "choose a GPU with --device, and 16 bits"
+        lacking = "is no pipeline" if ranks == 1 else "are no times of the schedule"
+        raise UserError(f"there {lacking} to draw with `--timeline`; {cure}")
+    try:
+        write_timeline(path, draw_timeline(schedule.events(), ranks, f"planned step on {plan.inputs.target.name}"))
+    except OSError as error:
+        raise UserError(f"{path} cannot be written: {error.strerror}") from None
 
 
 def _given(config: RunConfig, overrides: Sequence[str]) -> CurrentOverrides:
@@ -234,7 +264,8 @@ def _print_fit(
     findings: Sequence[Finding],
     notes: Sequence[str],
 ) -> int:
-    from ..plan.report import change_document, change_lines, format_gib
+    from ..plan.report import change_document, change_lines
+    from ..utils.text import format_gib
 
     if args.json:
         found = {"fits": best is not None, "best": best and change_document(best, given)}

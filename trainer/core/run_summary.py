@@ -66,9 +66,8 @@ def summarize_run(
     yield f"layers {'compiled' if model.compiled else 'not compiled'}: {model.compile_reason}"
     saving = memory_saving_recompute(described, model.attention_decisions, peft, compiled=model.compiled)
     counts = [stack.num_layers for stack in described.stacks]
-    stages = () if run.pipeline is None else run.pipeline.stages(*counts)
     for index, (at, recompute) in enumerate(zip(stacks, saving, strict=True)):
-        most = max((len(stage.layers) for stage in stages if stage.stack == index), default=0)
+        most = run.pipeline and run.pipeline.most_layers(index, counts)
         text = recompute and (recompute.describe_stages(most) if most else recompute.description)
         if text:
             yield f"recompute {f'in the {at[:-1]}: ' if at else ''}{text}"

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from operator import attrgetter
-from typing import Any
+from typing import Any, cast
 
 from ...kernels.attention.dispatch import NoBackendError
+from ...models.config.families import keys_by_stack
+from ...models.config.moe import has_experts
 from ...models.config.stack import divisors
 from ..config.parameter_layout import DISTRIBUTED_OPTIMIZERS
 from ..config.resolved_run import resolve_run
@@ -32,7 +34,16 @@ from .search import (
 )
 
 _SIZES = ("tensor_model_parallel_size", "context_parallel_size", "expert_model_parallel_size")
+_PIPELINE_KEYS = (
+    "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size", "pipeline_model_parallel_split_rank",
+    "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage",
+    "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split",
+)  # fmt: skip
+_MOST_STAGES = 16
+"""Most ranks of a pipeline that are tried."""
 _LARGEST_MICRO_BATCH = 64
+_MICRO_BATCHES_OF_A_STAGE = 4
+"""Micro batches for each rank of a pipeline with which it is tried, if there are so many: then a fifth is bubble."""
 _REFINED = 3
 """Layouts for which all modes of recomputation and offloading are tried."""
 
@@ -56,7 +67,9 @@ def search_layouts(root: RootBlock, target: Target, vocab_size: int | None) -> l
         if run is None:
             continue
         modes: list[Values] = [{}, run.in_stacks({"activations_checkpoint_granularity": None})]
-        modes += [*recompute_modes(run)[-2:], run.in_stacks(full_recompute("uniform", 1))]
+        if layout["pipeline_model_parallel_size"] == 1:
+            modes += recompute_modes(run)[-2:]
+        modes.append(run.in_stacks(full_recompute("uniform", 1)))
         changes = filter(None, (with_largest_batch(run, mode) for mode in modes))
         fitting = [change for change in changes if change.plan.fits is not False]
         if fitting:
@@ -80,10 +93,11 @@ def _layouts(root: RootBlock) -> Iterator[Values]:
     assert isinstance(trainer.devices, int)
     world = trainer.devices * trainer.num_nodes
     keys = [key for key in _SIZES if key in type(model).model_fields]
+    stacks = keys_by_stack(model).values()
     candidates: Mapping[str, list[int]] = {
         "tensor_model_parallel_size": divisors(trainer.devices),
         "context_parallel_size": [size for size in divisors(world) if size <= trainer.devices],
-        "expert_model_parallel_size": divisors(world),
+        "expert_model_parallel_size": divisors(world) if any(map(has_experts, stacks)) else [1],
     }
     shardings: list[dict[str, Any]] = [{"fsdp": False}, {"fsdp": True}]
     if optimizer_kind(model.optim.name) == "adamw" and model.optim.name not in DISTRIBUTED_OPTIMIZERS:
@@ -91,11 +105,57 @@ def _layouts(root: RootBlock) -> Iterator[Values]:
     sizes: list[dict[str, Any]] = [{}]
     for key in keys:
         sizes = [{**each, key: size} for each in sizes for size in candidates[key]]
+    pipelines = list(_pipelines(root))
     for each in sizes:
-        ranks = each["tensor_model_parallel_size"] * each.get("context_parallel_size", 1)
-        if world % ranks == 0:
-            split = {**each, "sequence_parallel": each["tensor_model_parallel_size"] > 1}
-            yield from ({**split, **sharding} for sharding in shardings if world > ranks or sharding == shardings[0])
+        for pipeline in pipelines:
+            ranks, stages = _model_ranks({**each, **pipeline}), pipeline["pipeline_model_parallel_size"]
+            context = each.get("context_parallel_size", 1)
+            if world % ranks or (stages > 1 and context not in (1, model.context_parallel_size)):
+                continue
+            split = {**each, **pipeline, "sequence_parallel": each["tensor_model_parallel_size"] > 1}
+            for sharding in shardings:
+                # weights would be gathered for every micro batch of a stage
+                gathers = sharding["fsdp"] and stages > 1
+                if sharding == shardings[0] or (world > ranks and not gathers):
+                    yield {**split, **sharding}
+
+
+def _pipelines(root: RootBlock) -> Iterator[Values]:
+    """Yield values of the keys of pipelines whose stages have as many layers each; one rank first.
+
+    A T5's encoder has the share of the ranks that is nearest to its share of the layers. Pipelines of one stage on each
+    rank, and of two, are tried where there are enough micro batches to fill them.
+    """
+    model, trainer = root.model, root.trainer
+    assert isinstance(trainer.devices, int)
+    world = trainer.devices * trainer.num_nodes
+    off = cast("dict[str, Any]", dict.fromkeys(_PIPELINE_KEYS))
+    off |= {"pipeline_model_parallel_size": 1, "pipeline_model_parallel_split_rank": 0}
+    off |= {key: False for key in _PIPELINE_KEYS if key.startswith("account_for")}
+    yield off
+    layers = [stack.num_layers for stack in keys_by_stack(model).values()]
+    for ranks in divisors(world)[1:]:
+        on = {**off, "pipeline_model_parallel_size": ranks}
+        if ranks > min(_MOST_STAGES, sum(layers)) or ranks > model.global_batch_size:
+            continue
+        if len(layers) > 1:
+            splits = [n for n in range(1, ranks) if layers[0] % n == 0 and layers[1] % (ranks - n) == 0]
+            if splits:
+                split = min(splits, key=lambda n: abs(layers[0] / n - layers[1] / (ranks - n)))
+                yield {**on, "pipeline_model_parallel_split_rank": split}
+        elif layers[0] % ranks == 0:
+            yield on
+            if layers[0] % (2 * ranks) == 0:
+                yield {**on, "virtual_pipeline_model_parallel_size": 2}
+
+
+def _model_ranks(layout: Values) -> int:
+    """Return the ranks that share a model in a layout."""
+    return (
+        layout["tensor_model_parallel_size"]
+        * layout.get("context_parallel_size", 1)
+        * layout["pipeline_model_parallel_size"]
+    )
 
 
 def _planned(root: RootBlock, target: Target, vocab_size: int | None, layout: Values) -> PlannedRun | None:
@@ -103,10 +163,13 @@ def _planned(root: RootBlock, target: Target, vocab_size: int | None, layout: Va
     trainer, model = root.trainer, root.model
     assert isinstance(trainer.devices, int)
     world = trainer.devices * trainer.num_nodes
-    data = world // layout["tensor_model_parallel_size"] // layout.get("context_parallel_size", 1)
+    data = world // _model_ranks(layout)
     if model.global_batch_size % data:
         return None
     sizes = [size for size in divisors(model.global_batch_size // data) if size <= _LARGEST_MICRO_BATCH]
+    if layout["pipeline_model_parallel_size"] > 1:  # larger micro batches would leave the stages waiting
+        least = _MICRO_BATCHES_OF_A_STAGE * layout["pipeline_model_parallel_size"]
+        sizes = [size for size in sizes if model.global_batch_size // data // size >= least] or sizes[:1]
     own = {key: value for key, value in layout.items() if "." not in key} | {"micro_batch_size": sizes[-1]}
     if "optim.name" in layout:
         own["optim"] = model.optim.model_copy(update={"name": layout["optim.name"]})
@@ -127,7 +190,9 @@ def _plan(root: RootBlock, target: Target, world: int, vocab_size: int | None) -
 
 def _differing(root: RootBlock, run: PlannedRun, change: Change) -> Values:
     """Return the values of a change of a layout that differ from the original configuration."""
-    keys = [key for key in (*_SIZES, "sequence_parallel", "fsdp") if key in type(root.model).model_fields]
+    keys = [
+        key for key in (*_SIZES, *_PIPELINE_KEYS, "sequence_parallel", "fsdp") if key in type(root.model).model_fields
+    ]
     own = {key: attrgetter(key)(run.root.model) for key in (*keys, "optim.name", "micro_batch_size")}
     values = {**own, **change.values}
     return {key: value for key, value in values.items() if attrgetter(key)(root.model) != value}

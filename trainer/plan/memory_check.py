@@ -6,8 +6,9 @@ could fit is never rejected.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
 from operator import attrgetter
 
 import torch
@@ -21,8 +22,10 @@ from ...models.config.t5 import T5Keys
 from ...models.layer import layer_weights
 from ...models.layers.position_embeddings import rotary_table_bytes
 from ...models.memory.offload_activations import MIN_OFFLOAD_BYTES
-from ...models.model_cost import stacks_with_cross_attention
+from ...models.model_cost import stack_part, stacks_with_cross_attention, stage_slice
 from ...models.moe.moe_layer import expert_rows
+from ...models.parallel.schedule import PipelinePass, most_held, pass_order
+from ...models.parallel.stages import Stage, whole_stacks
 from ...models.tensor_parallel import rank_slice
 from ..config.resolved_run import ResolvedRun
 from ..config.schema.root import AnyModelBlock
@@ -30,7 +33,7 @@ from ..data.dataloader import PREFETCH_FACTOR
 from ..optim.optimizer_factory import min_state_elements, offloads_optimizer_state
 from ..utils.errors import UserError
 from ..utils.host_memory import host_memory
-from .trainable_count import count_rank, count_trainable
+from .trainable_count import count_rank, count_stages, count_trainable
 
 _GIB = 2**30
 _EXPERT_SIZES = ("num_moe_experts", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size")
@@ -53,8 +56,9 @@ def check_memory(run: ResolvedRun, device: torch.device, model_plan: ModelPlan) 
     if host is not None:
         host //= run.ranks_per_node
     available = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else host
-    bound = _lower_bound(run, device, model_plan)
-    for on_host, needed, what, names in _demands(bound, keys, " in each process" if ranks > 1 else ""):
+    each = " in each process" if ranks > 1 else ""
+    bounds = _lower_bounds(run, device, model_plan)
+    for on_host, needed, what, names in chain.from_iterable(_demands(bound, keys, each) for bound in bounds):
         limit = host if on_host else available
         if limit is not None and needed > limit:
             values = ", ".join(f"`{name}` ({value})" for name in names.split() if (value := attrgetter(name)(keys)))
@@ -93,14 +97,34 @@ class _LowerBound:
     batches: int
 
 
-def _lower_bound(run: ResolvedRun, device: torch.device, model_plan: ModelPlan) -> _LowerBound:
+def _lower_bounds(run: ResolvedRun, device: torch.device, model_plan: ModelPlan) -> Iterator[_LowerBound]:
+    """Yield the bound of each rank of the pipeline, or of any rank without one."""
+    num_layers = [stack.num_layers for stack in run.family.stacks]
+    if run.pipeline is None:
+        yield _lower_bound(run, device, model_plan, whole_stacks(*num_layers), ())
+        return
+    for rank in range(run.pipeline.ranks):
+        order = pass_order(rank, run.pipeline.ranks, run.pipeline.chunks, run.micro_batches)
+        yield _lower_bound(run, device, model_plan, run.pipeline.stages_of(rank, num_layers), order)
+
+
+def _lower_bound(
+    run: ResolvedRun,
+    device: torch.device,
+    model_plan: ModelPlan,
+    stages: Sequence[Stage],
+    order: Sequence[PipelinePass],
+) -> _LowerBound:
+    """Return the bound of a rank with these pipeline stages, and this order of its passes; () without a pipeline."""
     keys, form, manager, mesh, layout = run.model, run.batch_spec, run.exp_manager, run.mesh, run.layout
     vocab_size, shards = keys.override_vocab_size or 1, layout.shards if layout else 1
     if shards > 1 and mesh.expert > 1:  # experts may be in more shards
-        shards = max(shards, mesh.world_size // mesh.expert)
-    model, whole = rank_slice(run.family, mesh.tensor), count_trainable(keys, vocab_size, form)
-    counts = count_rank(whole, run.family, model, mesh)
-    lengths = (form.seq_length, form.decoder_seq_length)[: len(model.stacks)]
+        shards = max(shards, mesh.world_size // mesh.pipeline // mesh.expert)
+    of_stages, whole = rank_slice(run.family, mesh.tensor), count_trainable(keys, vocab_size, form)
+    counts = count_rank(whole, run.family, of_stages, mesh)
+    model = of_stages if run.pipeline is None else stage_slice(of_stages, stages)
+    counts = count_stages(counts, of_stages, model, mesh)
+    lengths = (form.seq_length, form.decoder_seq_length)
     itemsize, main = run.precision.weights_itemsize, run.precision.main_weight_bytes
     state_size = min_state_elements(keys, vocab_size, *((whole.trainable,) if keys.peft.is_on else ()))
     state_size = state_size * counts.total // whole.total
@@ -116,24 +140,31 @@ def _lower_bound(run: ResolvedRun, device: torch.device, model_plan: ModelPlan) 
     tables = sum(rotary_table_bytes(stack.rotary) for stack in model.stacks)
     # layers before the first that is trained need no backward pass and save nothing
     compute_itemsize = run.precision.compute_itemsize
-    saved = on_device = 0
-    for stack, length, first in zip(model.stacks, lengths, counts.first_backward_layers, strict=True):
-        tokens = keys.micro_batch_size * length // mesh.context // (mesh.tensor if mesh.sequence else 1)
-        saved += compute_itemsize * _saved_activations(stack, tokens, first)
+    saved, on_device = dict[int, int](), dict[int, int]()
+    for stage in stages:
+        stack, first = stack_part(of_stages.stacks[stage.stack], [stage]), counts.first_backward_layers[stage.stack]
+        if stack.recompute is not None and stack.recompute.partial_micro_batches is not None:  # others save the least
+            stack = replace(stack, recompute=replace(stack.recompute, layers=stack.num_layers))
+        first = min(max(0, first - stage.layers.start), stack.num_layers)
+        tokens = keys.micro_batch_size * lengths[stage.stack] // mesh.context // (mesh.tensor if mesh.sequence else 1)
+        saved[stage.number] = compute_itemsize * _saved_activations(stack, tokens, first)
         resident = max(first, _num_offloaded_layers(stack, device))
-        on_device += compute_itemsize * _saved_activations(stack, tokens, resident)
+        on_device[stage.number] = compute_itemsize * _saved_activations(stack, tokens, resident)
+    most_saved, most_on_device = (
+        most_held(order, sizes) if order else sum(sizes.values()) for sizes in (saved, on_device)
+    )
     offloads_weights = any(_num_offloaded_layers(stack, device, weights=True) for stack in model.stacks)
     # tokens and labels in int64, document ids in int32
     sample_bytes = sum(lengths) * (8 + 4 * (form.packed or form.reset_position_ids)) + lengths[-1] * 8
     return _LowerBound(
         parameters=whole.total,
         state=weights + (0 if optimizer_on_host else optimizer) + ema - ema_on_host + tables,
-        activations=on_device,
+        activations=most_on_device,
         offloaded_weights=counts.total * itemsize if offloads_weights else 0,
         mask=_mask_bytes(model_plan),
         optimizer_on_host=optimizer_on_host,
         ema_on_host=ema_on_host,
-        offloaded=saved - on_device + _weights_on_host(model, device, itemsize),
+        offloaded=most_saved - most_on_device + _weights_on_host(model, device, itemsize),
         batches=keys.global_batch_size // mesh.data * sample_bytes * PREFETCH_FACTOR,
     )
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from ...models.config.memory import RecomputeModule, join_module_names
 from ...models.layers.cost import StackInputs
 from ..config.schema.root import RootBlock
-from ..utils.text import pluralize
+from ..utils.text import format_gib, pluralize
 from .hardware import GIB
+from .pipeline_report import pipeline_document, pipeline_lines
 from .run_inputs import RunInputs
 from .run_plan import Plan, effective_recompute, offload_recompute
 from .search import NO_OVERRIDES, Change, CurrentOverrides, suggest_changes
@@ -32,11 +33,6 @@ _LABELS = {
 _MIN_SHOWN = GIB // 200
 _MIN_WAITING = 0.1
 """Fraction of the step spent waiting for the host above which CUDA graphs are recommended."""
-
-
-def format_gib(size: float) -> str:
-    """Format a size in GiB, or in MiB if it is small."""
-    return f"{size / GIB:,.1f} GiB" if size >= GIB / 10 else f"{size / 2**20:,.0f} MiB"
 
 
 def memory_categories(plan: Plan) -> list[tuple[str, int]]:
@@ -90,7 +86,7 @@ def summary_lines(plan: Plan) -> list[str]:
         ]
     largest = sorted(memory_categories(plan), key=lambda item: -item[1])[:4]
     parts = ", ".join(f"{_LABELS.get(name, name)} {format_gib(size)}" for name, size in largest if size >= _MIN_SHOWN)
-    lines = [f"plan: {format_gib(plan.allocated)} at the peak ({plan.memory.peak.where}): {parts}"]
+    lines = [f"plan: {format_gib(plan.allocated)} at the peak ({plan.peak_at}): {parts}"]
     if plan.available is not None:
         if plan.needed <= plan.available:
             lines[0] += f"; {format_gib(plan.available - plan.needed)} left of {format_gib(plan.available)}"
@@ -115,14 +111,16 @@ def summary_lines(plan: Plan) -> list[str]:
 
 
 def measured_line(plan: Plan, allocated: int, reserved: int) -> str:
-    """Return a line that compares the plan with `torch.cuda.max_memory_allocated` and `max_memory_reserved`."""
+    """Return a line that compares the plan of the first rank with `torch.cuda.max_memory_allocated` and
+    `max_memory_reserved`.
+    """
 
     def compare(measured: int, planned: int) -> str:
         return f"{format_gib(measured)} (planned {format_gib(planned)}, {100 * (planned / measured - 1):+.1f} %)"
 
     return (
-        f"memory at the peak: allocated {compare(allocated, plan.allocated)}, "
-        f"reserved {compare(reserved, plan.reserved)}"
+        f"memory at the peak: allocated {compare(allocated, plan.ranks[0].allocated)}, "
+        f"reserved {compare(reserved, plan.ranks[0].reserved)}"
     )
 
 
@@ -130,12 +128,16 @@ def report_lines(plan: Plan, changes: Sequence[Change], given: CurrentOverrides 
     """Yield the lines of the full text report, with suggested `changes` of keys as overrides of the `given` ones."""
     yield from _run_lines(plan)
     yield ""
+    if len(plan.ranks) > 1:
+        yield from pipeline_lines(plan)
+        yield ""
     yield from _memory_lines(plan)
     yield ""
     yield from _time_lines(plan)
     if plan.time is not None and plan.time.traffic:
         yield ""
-        yield from _traffic_lines(plan.time.traffic)
+        rank = f"of pipeline rank {plan.time.rank} per step" if len(plan.ranks) > 1 else "of each process per step"
+        yield from _traffic_lines(plan.time.traffic, rank)
     if changes:
         yield ""
         yield "changes that need less memory" if plan.fits else "changes that could make it fit"
@@ -165,25 +167,29 @@ def _run_lines(plan: Plan) -> Iterator[str]:
         f"{pluralize(run.model_config.micro_batch_size, 'sample')}"
         f"{per_rank}, {run.precision.name}{', as CUDA graphs' * run.uses_cuda_graph}"
     )
-    for stack, modules, recompute in zip(run.stacks, offload_recompute(run), effective_recompute(run), strict=True):
+    counts, split = [stack.stack.num_layers for stack in run.stacks], run.run.pipeline
+    rows = zip(run.stacks, offload_recompute(run), effective_recompute(run), strict=True)
+    for index, (stack, modules, recompute) in enumerate(rows):
         cross = f", cross {stack.cross_attention.backend}" if stack.cross_attention else ""
         mode = "compiled" if stack.compiled else "eager"
-        saves = (recompute.description if recompute else "") or "nothing"
+        most = split and split.most_layers(index, counts)
+        text = recompute and (recompute.describe_stages(most) if most else recompute.description)
         yield (
             f"{stack.name or 'layers':<12} {stack.stack.num_layers} of {stack.length:,} tokens, {mode}, attention "
-            f"{stack.attention.backend}{cross}; recomputes {saves}{_offloaded(stack, modules)}"
+            f"{stack.attention.backend}{cross}; recomputes {text or 'nothing'}{_offloaded(stack, modules)}"
         )
 
 
 def _memory_lines(plan: Plan) -> Iterator[str]:
     """Describe the memory at the peak, by kind and by moment, and whether it fits."""
-    yield f"memory       {format_gib(plan.allocated)} allocated at the peak: {plan.memory.peak.where}"
+    yield f"memory       {format_gib(plan.allocated)} allocated at the peak: {plan.peak_at}"
     for name, size in memory_categories(plan):
         if size >= _MIN_SHOWN:
             yield f"  {_LABELS.get(name, name):<26} {size / GIB:>9,.2f} GiB"
     saved = [(_LABELS.get(name, name), size) for name, size in _activation_parts(plan) if size >= _MIN_SHOWN]
     parts = ", ".join(f"{name} {size / GIB:,.2f}" for name, size in saved)
-    yield f"  saved by layers, in GiB: {parts}" if parts else f"  layers save less than {format_gib(_MIN_SHOWN)}"
+    each = " for each micro batch" * (len(plan.ranks) > 1)
+    yield f"  saved by layers{each}, in GiB: {parts}" if parts else f"  layers save less than {format_gib(_MIN_SHOWN)}"
     yield f"  {_by_moment(plan)}"
     yield (
         f"  {format_gib(plan.reserved)} reserved by the allocator, {format_gib(plan.needed)} with the CUDA "
@@ -307,11 +313,12 @@ def _time_lines(plan: Plan) -> Iterator[str]:
         )
 
 
-def _traffic_lines(traffic: Sequence[AxisTraffic]) -> Iterator[str]:
+def _traffic_lines(traffic: Sequence[AxisTraffic], of: str) -> Iterator[str]:
     """Describe what a rank sends to others per step: on which axis, to how many, in which collectives, over what."""
-    yield f"traffic      of each process per step{'':<9} {'sent':>9}  link                  time   exposed"
+    yield f"traffic      {of:<33} {'sent':>9}  link                  time   exposed"
     for each in traffic:
         link, name = each.link, f"{each.axis} ({pluralize(each.link.ranks, 'rank')})"
+        name = "pipeline (to neighbours)" if each.axis == "pipeline" else name
         where = f"{link.name}, {link.bandwidth / 1e9:,.0f} GB/s"
         yield (
             f"  {name:<43} {each.sent / GIB:>6,.2f} GiB  {where:<18} {each.seconds * 1e3:>6,.1f} ms "
@@ -333,8 +340,7 @@ def _cuda_graph_advice(plan: Plan) -> Iterator[str]:
 
 
 def _device(plan: Plan) -> str:
-    target = plan.inputs.target
-    name = target.gpu.name if target.gpu else target.device
+    name = plan.inputs.target.name
     return name if plan.available is None else f"{name}, {format_gib(plan.available)}"
 
 
@@ -354,7 +360,7 @@ def plan_document(plan: Plan, changes: Sequence[Change], given: CurrentOverrides
     run, target = plan.inputs, plan.inputs.target
     return {
         "device": {
-            "name": target.gpu.name if target.gpu else target.device,
+            "name": target.name,
             "memory": plan.available,
             "measured": target.gpu.measured if target.gpu else False,
         },
@@ -377,7 +383,7 @@ def plan_document(plan: Plan, changes: Sequence[Change], given: CurrentOverrides
             "needed": plan.needed,
             "on_host": plan.on_host,
             "short_of_host": plan.missing_host_memory,
-            "peak_at": plan.memory.peak.where,
+            "peak_at": plan.peak_at,
             "at_peak": dict(memory_categories(plan)),
             "layers_keep": dict(_activation_parts(plan)),
             "moments": {moment.where: plan.memory.persistent.total + moment.total for moment in plan.memory.moments},
@@ -386,10 +392,11 @@ def plan_document(plan: Plan, changes: Sequence[Change], given: CurrentOverrides
         "time": None
         if plan.time is None
         else {
-            **asdict(plan.time),
+            **asdict(replace(plan.time, stages=())),
             "tokens_per_second": plan.time.tokens_per_second,
             "mfu": plan.time.mfu,
         },
+        "pipeline": pipeline_document(plan) if len(plan.ranks) > 1 else None,
         "changes": [change_document(change, given) for change in changes],
     }
 

@@ -6,7 +6,7 @@ Matmuls, attention and pointwise kernels run one after the other, each at its me
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from ...kernels.attention.dispatch import BackendSelection
@@ -15,12 +15,13 @@ from ...models.config.peft import LoRASlice
 from ...models.dispatch.core_attention import attended_pairs, recomputes_from_log_sum_exp
 from ...models.layers.cost import StackInputs, recomputed_bytes
 from ...models.model_cost import training_flops_per_sample
+from ...models.parallel.schedule import StageTimes, simulate_step
 from ..config.schema.optim import optimizer_kind, optimizer_settings
 from .hardware import EFFICIENCY, GPUSpec
 from .run_inputs import RunInputs
 from .state_memory import num_state_elements
-from .timeline import LayerInStack, MemoryPlan
-from .traffic import AxisTraffic, axis_traffic
+from .timeline import LayerInStack, MemoryPlan, layers_in_order
+from .traffic import AxisTraffic, axis_traffic, message_seconds
 from .transfers import offload_stall_seconds, offloaded_bytes
 
 _ATTENTION_BACKWARD_RATIO = 2.5
@@ -53,6 +54,15 @@ class Work:
             moved=self.moved + other.moved,
         )
 
+    def times(self, number: int) -> Work:
+        """Return as much work as many times."""
+        return Work(
+            matmul=self.matmul * number,
+            grouped=self.grouped * number,
+            attention=self.attention * number,
+            moved=self.moved * number,
+        )
+
     @property
     def dense_equivalent(self) -> float:
         """FLOPs of dense matmuls that take the same time."""
@@ -72,6 +82,9 @@ class StepTime:
         parts: seconds by component.
         sent: bytes a rank copies to its host per step; as many are copied back.
         traffic: what a rank sends to the others, by axis.
+        rank: rank of the pipeline that computes longest, of which `parts`, `sent` and `traffic` are.
+        bubble: part of the schedule of a pipeline in which its ranks wait, on average.
+        stages: times of all pipeline stages; empty without a pipeline.
     """
 
     seconds: float
@@ -82,6 +95,9 @@ class StepTime:
     parts: dict[str, float] = field(default_factory=dict)
     sent: int = 0
     traffic: tuple[AxisTraffic, ...] = ()
+    rank: int = 0
+    bubble: float = 0.0
+    stages: tuple[StageTimes, ...] = ()
 
     @property
     def tokens_per_second(self) -> float:
@@ -178,17 +194,17 @@ def recompute_work(layer: LayerInStack) -> Work:
     return total
 
 
-def _embedding_and_loss_work(run: RunInputs) -> Work:
-    """Work of embeddings, head and loss for one micro batch."""
-    vocab, hidden = run.family.padded_vocab_size, run.stacks[-1].stack.hidden_size
-    e = run.widths.compute
-    logits = run.output_tokens * vocab
-    moved = logits * e * 4 + sum(stack.residual_elements for stack in run.stacks) * e * 8
-    return Work(matmul=(4.0 if run.is_frozen else 6.0) * logits * hidden, moved=moved)
+def _embedding_and_loss_work(run: RunInputs, stack: StackInputs) -> Work:
+    """Work of embeddings, head and loss around a stack, or what a pipeline stage has of it, for one micro batch."""
+    e, ends = run.widths.compute, stack.stack.begins + stack.stack.ends
+    logits = stack.tokens * run.family.padded_vocab_size * stack.computes_loss
+    moved = logits * e * 4 + stack.residual_elements * e * 4 * ends
+    return Work(matmul=(4.0 if run.is_frozen else 6.0) * logits * stack.stack.hidden_size, moved=moved)
 
 
-def _lora_work(run: RunInputs) -> Work:
-    """Work that LoRA adds to a micro batch: three low-rank matmuls for each adapter matrix, bound by what they read.
+def _lora_work(run: RunInputs, share: float) -> Work:
+    """Work that LoRA adds to a micro batch in a share of the rank's layers: three low-rank matmuls for each adapter
+    matrix, bound by what they read.
 
     The input of a linear layer is read twice more and its gradient written once more; its output is written once more
     and the gradient of that read once more (`kernels.lora_linear`). In a fused MLP only the output's part is added
@@ -197,7 +213,7 @@ def _lora_work(run: RunInputs) -> Work:
     peft = run.peft
     if not isinstance(peft, LoRASlice):
         return Work()
-    tokens, trained = max(stack.tokens for stack in run.stacks), run.counts.trainable
+    tokens, trained = max(stack.tokens for stack in run.stacks), run.counts.trainable * share
     passes = 1.5 if all(stack.fused_lora_mlp for stack in run.stacks) else 2.0
     return Work(matmul=6.0 * tokens * trained, moved=passes * tokens * run.widths.compute * trained / peft.rank)
 
@@ -206,7 +222,7 @@ def _update_bytes(run: RunInputs) -> float:
     """Bytes of GPU memory that the optimizer's update reads and writes per step."""
     trained, gradient = run.counts.trainable, run.widths.weights
     main = run.precision.main_weight_bytes or gradient
-    state = num_state_elements(run) / trained
+    state = num_state_elements(run) / max(1, trained)
     per_parameter = main * 2 + state * main * 2 + gradient * 2 + gradient
     accumulation = (2 * 4 + gradient) * run.micro_batches if run.micro_batches > 1 else 0
     return run.sharded(trained) * per_parameter + trained * accumulation
@@ -264,36 +280,100 @@ class _Speeds:
         return seconds / 3, seconds * 2 / 3 + self.seconds(recompute_work(layer))
 
 
-def step_time(run: RunInputs, memory: MemoryPlan) -> StepTime | None:
+@dataclass(frozen=True, slots=True)
+class RankTime:
+    """Time of a step on one rank without what it waits for other stages of its pipeline.
+
+    Attributes:
+        parts: seconds by component.
+        stages: seconds of the passes of a micro batch through each stage, with all but `after` and the update.
+        after: seconds of messages after the last pass.
+        recompute: work of recomputation in a step.
+        sent: bytes copied to the host.
+        traffic: what the rank sends to others, by axis.
+    """
+
+    parts: dict[str, float]
+    stages: tuple[StageTimes, ...]
+    after: float
+    recompute: Work
+    sent: int
+    traffic: tuple[AxisTraffic, ...]
+
+
+def step_time(ranks: Sequence[tuple[RunInputs, MemoryPlan]]) -> StepTime | None:
     """Estimate the time of a step on the target's GPU; None if its peak is not known for this precision.
 
     The peaks are those of 16-bit matmuls; fp32 and fp64 run at a small fraction of them.
+
+    Args:
+        ranks: ranks of the pipeline with their memory, or all together without one.
     """
+    run, _ = ranks[0]
     gpu = run.target.gpu
     if gpu is None or gpu.peak is None or run.widths.compute != 2:
         return None
-    model_work, recompute = _embedding_and_loss_work(run) + _lora_work(run), Work()
-    for layer in memory.layers:
-        model_work += _layer_work(layer, frozen=run.is_frozen)
-        recompute += recompute_work(layer)
+    times = [rank_time(each, memory, gpu) for each, memory in ranks]
+    slowest = max(times, key=lambda each: sum(each.parts.values()))
+    parts, stages, bubble = dict(slowest.parts), tuple[StageTimes, ...](), 0.0
+    if len(times) > 1:
+        stages = tuple(each for chunk in zip(*(time.stages for time in times), strict=True) for each in chunk)
+        schedule = simulate_step(stages, len(times), run.micro_batches)
+        ends = (end + time.after for end, time in zip(schedule.ends, times, strict=True))
+        update = max(time.parts["update"] for time in times)
+        parts["pipeline bubble"] = max(ends) + update - sum(parts.values())
+        bubble = schedule.bubble
+    samples, form, vocab = run.model_config.global_batch_size, run.batch_spec, run.family.padded_vocab_size
+    vocab *= run.mesh.tensor
+    recomputed = sum(time.recompute.matmul + time.recompute.attention for time in times)
+    return StepTime(
+        seconds=sum(parts.values()),
+        model_flops=samples * training_flops_per_sample(run.model_config, vocab, form, frozen=run.is_frozen),
+        recomputed_flops=run.ranks // len(times) * recomputed,
+        tokens=samples * (form.seq_length + form.decoder_seq_length),
+        peak_flops=gpu.peak * run.ranks,
+        parts=parts,
+        sent=slowest.sent,
+        traffic=slowest.traffic,
+        rank=times.index(slowest),
+        bubble=bubble,
+        stages=stages,
+    )
+
+
+def rank_time(run: RunInputs, memory: MemoryPlan, gpu: GPUSpec) -> RankTime:
+    """Estimate the time of a step on one rank."""
+    assert gpu.peak is not None
     speeds = _Speeds(
         matmul=gpu.peak * EFFICIENCY["matmul"] * _matmul_efficiency(run),
         attention=gpu.peak * _attention_efficiency(run) * EFFICIENCY["attention"],
         pointwise=gpu.pointwise_bandwidth,
     )
-    micro = run.micro_batches
+    micro, model_work, recompute, all_recomputed = run.micro_batches, Work(), Work(), run.with_all_recomputed
+    seconds: list[tuple[float, list[float]]] = []
+    for number, stack in enumerate(run.stacks):
+        layers = [layer for layer in memory.layers if layer.stack is stack]
+        own = _embedding_and_loss_work(run, stack) + _lora_work(run, len(layers) / max(1, len(memory.layers)))
+        own = sum((_layer_work(layer, frozen=run.is_frozen) for layer in layers), own)
+        again, whole = sum(map(recompute_work, layers), Work()), run.fully_recomputed(number)
+        all_again = again
+        if whole:
+            found, part = layers_in_order(all_recomputed), all_recomputed.stacks[number]
+            all_again = sum((recompute_work(layer) for layer in found if layer.stack is part), Work())
+        model_work += own
+        recompute += again.times(micro - len(whole)) + all_again.times(len(whole))
+        each = [speeds.seconds(all_again if number in whole else again) for number in range(micro)]
+        seconds.append((speeds.seconds(own), each))
     parts = {
         "matrix products": micro * model_work.dense_equivalent / speeds.matmul,
         "attention": micro * model_work.attention / speeds.attention,
         "pointwise": micro * model_work.moved / speeds.pointwise,
-        "recomputed": micro * speeds.seconds(recompute),
+        "recomputed": speeds.seconds(recompute),
     }
     parts |= _launching(run, micro * len(memory.layers), computing=sum(parts.values()))
     parts["copies not hidden"] = micro * offload_stall_seconds(
         memory.layers, lambda layer: speeds.forward_and_backward(layer, frozen=run.is_frozen), gpu.host_link
     )
-    update = _update_bytes(run) / speeds.pointwise + _newton_schulz_flops(run, memory) / speeds.matmul
-    parts["update"] = max(update, memory.persistent.on_host / gpu.host_link) + _ema_seconds(run, memory, gpu)
     traffic = axis_traffic(
         run,
         memory.layers,
@@ -302,16 +382,27 @@ def step_time(run: RunInputs, memory: MemoryPlan) -> StepTime | None:
         matmul_seconds=micro * model_work.dense_equivalent / speeds.matmul,
         attention_seconds=parts["attention"],
     )
-    parts["messages"] = sum((each.exposed for each in traffic), 0.0)
-    samples, form, vocab = run.model_config.global_batch_size, run.batch_spec, run.family.padded_vocab_size
-    vocab *= run.mesh.tensor
-    return StepTime(
-        seconds=sum(parts.values()),
-        model_flops=samples * training_flops_per_sample(run.model_config, vocab, form, frozen=run.is_frozen),
-        recomputed_flops=run.ranks * micro * (recompute.matmul + recompute.attention),
-        tokens=samples * (form.seq_length + form.decoder_seq_length),
-        peak_flops=gpu.peak * run.ranks,
+    replicated = run.layout is None or run.layout.replicates_weights
+    once = {"data", "expert data", "replicas"} if replicated else set[str]()
+    after = sum((each.exposed for each in traffic if each.axis in {"embeddings", "position biases", *once}), 0.0)
+    during = sum((each.exposed for each in traffic), -after)
+    scale = (sum(parts.values()) + during) / max(1e-12, sum(micro * own + sum(again) for own, again in seconds))
+    update = _update_bytes(run) / speeds.pointwise + _newton_schulz_flops(run, memory) / speeds.matmul
+    parts["update"] = max(update, memory.persistent.on_host / gpu.host_link) + _ema_seconds(run, memory, gpu)
+    parts["messages"] = during + after
+    return RankTime(
         parts=parts,
+        stages=tuple(
+            StageTimes(
+                forward=scale * own / 3,
+                backward=scale * own * 2 / 3,
+                recompute=tuple(scale * each for each in again),
+                **message_seconds(run, stack, gpu),
+            )
+            for stack, (own, again) in zip(run.stacks, seconds, strict=True)
+        ),
+        after=after,
+        recompute=recompute,
         sent=micro * sum(map(offloaded_bytes, memory.layers)) + memory.persistent.on_host,
         traffic=traffic,
     )

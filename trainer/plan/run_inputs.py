@@ -18,9 +18,19 @@ from ...models.dispatch.attention_calls import CallContext
 from ...models.dispatch.attention_choices import plan_attentions
 from ...models.dispatch.context_calls import ContextSplit
 from ...models.layers.cost import ByteWidths, StackInputs
-from ...models.model_cost import count_experts, stacks_with_cross_attention
+from ...models.model_cost import (
+    count_experts,
+    shared_weights,
+    stack_part,
+    stacks_with_cross_attention,
+    stage_slice,
+)
 from ...models.parallel.layout import ParallelLayout
+from ...models.parallel.schedule import PipelinePass, pass_order
+from ...models.parallel.stages import Stage, whole_stacks
+from ...models.parallel.traffic import CommunicationAxis
 from ...models.peft.lora_mlp import is_lora_mlp_fused
+from ...models.recompute.per_stage import StageRecompute
 from ...models.tensor_parallel import group_parts, rank_slice
 from ..config.parameter_layout import DataParallelLayout
 from ..config.resolved_run import ResolvedRun
@@ -29,7 +39,7 @@ from ..config.schema.root import AnyModelBlock
 from ..device.cuda_graph_support import cuda_graph_unsupported_reason, uses_cuda_graph
 from ..distributed.data_parallel import grad_reduce_dtype
 from .hardware import GPUSpec
-from .trainable_count import ParameterCounts, count_rank, count_trainable
+from .trainable_count import ParameterCounts, count_rank, count_stages, count_trainable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +64,11 @@ class Target:
     flags: AttentionFlags
     host_memory: int | None = None
 
+    @property
+    def name(self) -> str:
+        """Name of the GPU, or the device type."""
+        return self.gpu.name if self.gpu else self.device
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunInputs:
@@ -63,7 +78,10 @@ class RunInputs:
         run: the resolved configuration.
         target: device and software.
         family: slices of the rank's part of the model, for `vocab_size`.
-        stacks: stacks in forward order.
+        stacks: stacks in forward order; of a rank of a pipeline the parts that its stages have.
+        stages: pipeline stages, one for each of `stacks`; without a pipeline each is a whole stack.
+        pipeline_rank: rank of the pipeline; None: all ranks together.
+        shared_weights: weights that several ranks of a pipeline have: axis, elements, and these ranks.
         reduce_itemsize: bytes per gradient element in the reduction over ranks.
         ema_itemsize: bytes per element of the exponential moving average (EMA); 0 without one.
         ema_on_host: the EMA is in host memory.
@@ -79,6 +97,9 @@ class RunInputs:
     target: Target
     family: FamilySlice
     stacks: tuple[StackInputs, ...]
+    stages: tuple[Stage, ...]
+    pipeline_rank: int | None
+    shared_weights: tuple[tuple[CommunicationAxis, int, tuple[int, ...]], ...]
     reduce_itemsize: int
     ema_itemsize: int
     ema_on_host: bool
@@ -182,6 +203,39 @@ class RunInputs:
         """True if several ranks share each layer."""
         return self.mesh.tensor > 1
 
+    def fully_recomputed(self, number: int) -> frozenset[int]:
+        """Return the micro batches in which a pipeline stage, of this number on the rank, recomputes all layers, if
+        others recompute fewer.
+        """
+        split, stage = self.run.pipeline, self.stages[number]
+        recompute = self.run.family.stacks[stage.stack].recompute
+        if split is None or self.pipeline_rank is None or recompute is None or recompute.partial_micro_batches is None:
+            return frozenset()
+        rank, micro = StageRecompute(recompute, split, self.pipeline_rank), self.micro_batches
+        return frozenset(each for each in range(micro) if rank.covers_stage(stage, each, micro))
+
+    @property
+    def with_all_recomputed(self) -> RunInputs:
+        """The same in those micro batches; itself if there are none."""
+        stacks = dict(enumerate(self.stacks))
+        for number, each in enumerate(self.stacks):
+            recompute = each.stack.recompute
+            if recompute is not None and self.fully_recomputed(number):
+                part = replace(each.stack, recompute=replace(recompute, layers=each.stack.num_layers))
+                stacks[number] = replace(each, stack=part)
+        changed = any(stacks[number] is not each for number, each in enumerate(self.stacks))
+        return replace(self, stacks=tuple(stacks.values())) if changed else self
+
+    @property
+    def pass_order(self) -> tuple[PipelinePass, ...]:
+        """Passes of the rank in a step, through its `stages`; without a pipeline those of one micro batch."""
+        split = self.run.pipeline
+        if split is not None and self.pipeline_rank is not None:
+            return pass_order(self.pipeline_rank, split.ranks, split.chunks, self.micro_batches)
+        numbers = [stage.number for stage in self.stages]
+        forward = [PipelinePass(number, 0, is_backward=False) for number in numbers]
+        return (*forward, *(PipelinePass(number, 0, is_backward=True) for number in reversed(numbers)))
+
     @property
     def compiled(self) -> bool:
         """True if layers run through torch.compile."""
@@ -248,6 +302,9 @@ def collect_inputs(
         target=target,
         family=family,
         stacks=tuple(_stacks(run, whole, family, model_plan, widths, counts, split, context)),
+        stages=whole_stacks(*(stack.num_layers for stack in family.stacks)),
+        pipeline_rank=None,
+        shared_weights=() if run.pipeline is None else tuple(shared_weights(family, run.pipeline)),
         reduce_itemsize=gradient_dtype.itemsize,
         ema_itemsize=max(4, precision.weights_itemsize) if ema.enable else 0,
         ema_on_host=ema.cpu_offload and target.device == "cuda",
@@ -257,6 +314,43 @@ def collect_inputs(
         num_parameters=all_counts.total,
         expert_parameters=count_experts(family, expert_ranks=mesh.expert) if mesh.expert > 1 else 0,
         can_use_cuda_graph=cuda_graph_unsupported_reason(run, device, decisions) is None,
+    )
+
+
+def pipeline_ranks(whole: RunInputs) -> tuple[RunInputs, ...]:
+    """Return the inputs of each rank of the pipeline, given those of all together; only those without a pipeline.
+
+    Raises:
+        ValueError: the layers or the micro batches cannot be distributed so.
+    """
+    split, family = whole.run.pipeline, whole.family
+    if split is None:
+        return (whole,)
+    stages = split.stages(*(stack.num_layers for stack in family.stacks))
+    return tuple(
+        _pipeline_rank(whole, rank, tuple(stage for stage in stages if split.rank_of(stage) == rank))
+        for rank in range(split.ranks)
+    )
+
+
+def _pipeline_rank(whole: RunInputs, rank: int, stages: tuple[Stage, ...]) -> RunInputs:
+    family, experts = stage_slice(whole.family, stages), whole.mesh.expert
+    stacks: list[StackInputs] = []
+    for stage in stages:
+        stack = whole.stacks[stage.stack]
+        part, first = stack_part(stack.stack, [stage]), max(0, stack.first_trained_layer - stage.layers.start)
+        if part.recompute is not None and stack.stack.recompute is not None and whole.run.pipeline is not None:
+            recomputed = StageRecompute(stack.stack.recompute, whole.run.pipeline, rank).first_layers(stage)
+            part = replace(part, recompute=replace(part.recompute, layers=recomputed))
+        stacks.append(replace(stack, stack=part, first_trained_layer=first))
+    return replace(
+        whole,
+        family=family,
+        stacks=tuple(stacks),
+        stages=stages,
+        pipeline_rank=rank,
+        counts=count_stages(whole.counts, whole.family, family, whole.mesh),
+        expert_parameters=count_experts(family, expert_ranks=experts) if experts > 1 else 0,
     )
 
 

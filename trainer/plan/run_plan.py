@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
@@ -12,6 +13,7 @@ from ...models.build import ModelPlan
 from ...models.config.memory import RecomputeModule, RecomputeSlice
 from ...models.memory.host_copies import SLAB_BYTES
 from ...models.model_cost import count_parameters
+from ...models.parallel.schedule import SimulatedStep, simulate_step
 from ...models.recompute.analysis import ineffective_recompute_messages, memory_saving_recompute, recomputed_for_offload
 from ..checkpoint.run_environment import device_name
 from ..config.resolved_run import ResolvedRun
@@ -21,29 +23,22 @@ from ..device.determinism import attention_flags
 from ..utils.host_memory import host_memory
 from .hardware import EFFICIENCY, GPUSpec, match_gpu
 from .roofline import StepTime, step_time
-from .run_inputs import RunInputs, Target, collect_inputs
+from .run_inputs import RunInputs, Target, collect_inputs, pipeline_ranks
 from .state_memory import CUDA_CONTEXT_BYTES
 from .timeline import MemoryPlan, memory_plan
 from .transfers import offloaded_bytes
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """Estimated memory and step time of a run.
+class RankPlan(NamedTuple):
+    """Memory of a rank of a pipeline, or of any rank without one.
 
     Attributes:
         inputs: inputs of the estimate.
-        num_parameters: number of parameters.
-        num_active_parameters: number of parameters active for each token.
-        memory: memory of each rank.
-        time: step time; None without a GPU, or if its peak is not known.
+        memory: memory of the rank.
     """
 
     inputs: RunInputs
-    num_parameters: int
-    num_active_parameters: int
     memory: MemoryPlan
-    time: StepTime | None
 
     @property
     def allocated(self) -> int:
@@ -60,6 +55,63 @@ class Plan:
         """Bytes of device memory needed, including the CUDA context."""
         return self.reserved + CUDA_CONTEXT_BYTES
 
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """Estimated memory and step time of a run.
+
+    Attributes:
+        inputs: inputs of the estimate, of all ranks of a pipeline together.
+        num_parameters: number of parameters.
+        num_active_parameters: number of parameters active for each token.
+        ranks: each rank of the pipeline; one without a pipeline.
+        time: step time; None without a GPU, or if its peak is not known.
+    """
+
+    inputs: RunInputs
+    num_parameters: int
+    num_active_parameters: int
+    ranks: tuple[RankPlan, ...]
+    time: StepTime | None
+
+    @property
+    def largest(self) -> RankPlan:
+        """The rank that needs the most device memory."""
+        return max(self.ranks, key=lambda rank: rank.allocated)
+
+    @property
+    def peak_at(self) -> str:
+        """The moment with the most memory, and the pipeline rank if there are several."""
+        where, rank = self.memory.peak.where, self.largest.inputs.pipeline_rank
+        return where if rank is None else f"{where}, on pipeline rank {rank}"
+
+    @property
+    def memory(self) -> MemoryPlan:
+        """Memory of the rank that needs the most."""
+        return self.largest.memory
+
+    @property
+    def schedule(self) -> SimulatedStep | None:
+        """Schedule of a step of a pipeline; None if the times are not known, or without a pipeline."""
+        if self.time is None or not self.time.stages:
+            return None
+        return simulate_step(self.time.stages, len(self.ranks), self.inputs.micro_batches)
+
+    @property
+    def allocated(self) -> int:
+        """Bytes allocated at the peak of the rank that needs the most."""
+        return self.largest.allocated
+
+    @property
+    def reserved(self) -> int:
+        """Bytes reserved at the peak of the rank that needs the most."""
+        return self.largest.reserved
+
+    @property
+    def needed(self) -> int:
+        """Bytes of device memory needed by the rank that needs the most, including the CUDA context."""
+        return self.largest.needed
+
     @property
     def available(self) -> int | None:
         """Bytes of device memory; None if not known."""
@@ -72,13 +124,8 @@ class Plan:
 
     @property
     def on_host(self) -> int:
-        """Bytes of host memory of each rank for offloading; that of layers is allocated in slabs."""
-        held = self.memory.persistent
-        return (
-            -(-sum(map(offloaded_bytes, self.memory.layers)) // SLAB_BYTES) * SLAB_BYTES
-            + held.on_host
-            + held.ema_on_host
-        )
+        """Bytes of host memory of the rank that needs the most for offloading; that of layers is allocated in slabs."""
+        return max(_on_host(rank.memory) for rank in self.ranks)
 
     @property
     def missing_host_memory(self) -> int:
@@ -92,24 +139,30 @@ class Plan:
         return self.time.seconds if self.time else float("inf")
 
 
+def _on_host(memory: MemoryPlan) -> int:
+    held = memory.persistent
+    return -(-sum(map(offloaded_bytes, memory.layers)) // SLAB_BYTES) * SLAB_BYTES + held.on_host + held.ema_on_host
+
+
 def make_plan(
     run: ResolvedRun, target: Target, *, vocab_size: int | None = None, model_plan: ModelPlan | None = None
 ) -> Plan:
-    """Estimate memory and step time of a rank of a run; arguments as in `collect_inputs`.
+    """Estimate memory and step time of the ranks of a run; arguments as in `collect_inputs`.
 
     Raises:
-        ValueError: as `collect_inputs`.
+        ValueError: as `collect_inputs` and `pipeline_ranks`.
         UserError: CUDA graphs are required but not supported for this run.
     """
     inputs = collect_inputs(run, target, vocab_size=vocab_size, model_plan=model_plan)
-    memory, model = memory_plan(inputs), (run.model, inputs.vocab_size, run.batch_spec)
+    ranks = [(each, memory_plan(each)) for each in pipeline_ranks(inputs)]
+    model = run.model, inputs.vocab_size, run.batch_spec
     inactive = count_parameters(*model) - count_parameters(*model, active=True)  # experts
     return Plan(
         inputs=inputs,
         num_parameters=inputs.num_parameters,
         num_active_parameters=inputs.num_parameters - inactive,
-        memory=memory,
-        time=step_time(inputs, memory),
+        ranks=tuple(RankPlan(*each) for each in ranks),
+        time=step_time(ranks),
     )
 
 

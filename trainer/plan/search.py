@@ -241,7 +241,7 @@ def recompute_modes(run: PlannedRun, *, partial: bool = False) -> list[dict[str,
     """Return recompute modes, cheap ones first; `partial`: also full recomputation of a part of the layers."""
     order, cheap = effective_modules(run.plan), _cheap_modules(run.plan)
     modes: list[dict[str, Any]] = [{f"{_RECOMPUTE}_modules": order[:number]} for number in range(1, len(order) + 1)]
-    layers = min(stack.stack.num_layers for stack in run.plan.inputs.stacks)
+    layers = min(len(stage.layers) for rank in run.plan.ranks for stage in rank.inputs.stages)
     if partial and layers > 1:
         for eighths in range(1, 8):
             number = round(layers * eighths / 8)

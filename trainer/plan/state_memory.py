@@ -10,7 +10,10 @@ import torch
 
 from ...models.config.t5 import T5Slice
 from ...models.layer import layer_weights
+from ...models.layers.cost import StackInputs
 from ...models.layers.position_embeddings import rotary_table_bytes
+from ...models.parallel.schedule import most_held
+from ...models.parallel.stages import Stage
 from ..config.schema.optim import optimizer_kind, optimizer_settings
 from ..optim.optimizer_factory import min_state_elements, offloads_optimizer_state
 from ..optim.state_buckets import BUCKET_BYTES, StateShape, plan_buckets
@@ -86,7 +89,7 @@ def persistent_state(run: RunInputs) -> PersistentState:
         optimizer=0 if on_host else state,
         ema=0 if run.ema_on_host else ema,
         gradient_sums=run.sharded(sums) if shards_weights else sums,
-        tables=sum(rotary_table_bytes(each.stack.rotary) for each in run.stacks) + _masks(run) // run.mesh.context,
+        tables=_rotary_tables(run) + _masks(run) // run.mesh.context,
         batches=_batches(run),
         workspace=_workspace(run),
         on_host=(run.sharded(parameters * main) + state) if on_host else 0,
@@ -110,13 +113,24 @@ def reduces_in_other_dtype(run: RunInputs) -> bool:
     return run.reduce_itemsize != (4 if accumulates_in_fp32(run) else run.widths.weights)
 
 
+def _rotary_tables(run: RunInputs) -> int:
+    """Bytes of rotary tables, which all pipeline stages of a stack share."""
+    return sum({stage.stack: rotary_table_bytes(each.stack.rotary) for stage, each in _with_stages(run)}.values())
+
+
 def _masks(run: RunInputs) -> int:
-    """Bytes of the masks that separate packed documents: one for each stack and one for cross-attention."""
-    total = 0
-    for stack in run.stacks:
-        total += stack.attention.mask_bytes
-        total += stack.cross_attention.mask_bytes if stack.cross_attention else 0
-    return total
+    """Bytes of the masks that separate packed documents: one for each stack and one for cross-attention, for each micro
+    batch in flight.
+    """
+    sizes = {
+        stage.number: each.attention.mask_bytes + (each.cross_attention.mask_bytes if each.cross_attention else 0)
+        for stage, each in _with_stages(run)
+    }
+    return most_held(run.pass_order, sizes)
+
+
+def _with_stages(run: RunInputs) -> list[tuple[Stage, StackInputs]]:
+    return list(zip(run.stages, run.stacks, strict=True))
 
 
 def _batches(run: RunInputs) -> int:
@@ -214,12 +228,15 @@ def _weights(run: RunInputs) -> list[_Weight]:
     """Return the large parameters in the optimizer's order."""
     if run.is_frozen:
         return [_Weight(elements, is_hidden=dimensions > 1) for elements, dimensions in run.counts.trainable_tensors]
-    family, first = run.family, run.stacks[0].stack.hidden_size
-    embedding = _Weight(family.padded_vocab_size * first, is_hidden=False)
-    weights = [embedding] * (1 + (isinstance(family, T5Slice) and not family.shared_embeddings))
+    family, last = run.family, run.family.stacks[-1]
+    embedding = _Weight(family.padded_vocab_size * last.hidden_size, is_hidden=False)
+    tables = sum(stack.begins for stack in family.stacks)
+    if isinstance(family, T5Slice) and family.shared_embeddings:
+        tables = min(tables, 1)
+    weights = [embedding] * tables
     for each in run.stacks:
         for has_experts in each.stack.moe.layers if each.stack.moe else (False,) * each.stack.num_layers:
             layer = layer_weights(each.stack, each.cross, has_experts=has_experts, expert_ranks=run.mesh.expert)
             large = [matrix.numel for matrix in layer.matrices if matrix.name != "router"]
             weights += [_Weight(elements, is_hidden=True) for elements in large]
-    return weights if family.tied else [*weights, embedding]
+    return [*weights, embedding] if last.ends and not (family.tied and last.begins) else weights

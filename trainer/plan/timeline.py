@@ -2,14 +2,15 @@
 
 A step is: forward through all layers, the loss, backward through all layers in reverse order, the update. Saved
 activations grow during the forward pass and shrink during the backward pass, while gradients grow; so the peak is at
-the loss, at the beginning of the backward pass, in a recomputed layer, or when all gradients exist.
+the loss, at the beginning of the backward pass, in a recomputed layer, or when all gradients exist. On a rank of a
+pipeline the same holds for each of its stages, while other micro batches are in flight.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from ...models.config.memory import OffloadSlice, RecomputeModule, RecomputeSlice
 from ...models.layer import layer_memory
@@ -21,7 +22,9 @@ from ...models.model_cost import (
     embedding_grad_is_sum,
     embedding_saved_bytes,
     head_saved_bytes,
+    stage_traffic,
 )
+from ...models.parallel.schedule import most_held
 from ...models.parallel.vocabulary_loss import vocabulary_loss_bytes
 from ...models.stack import final_norm_saved_bytes
 from ...models.t5 import encoder_output_bytes
@@ -67,9 +70,10 @@ class Moment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerInStack:
-    """A layer with this `memory` at the position `index` of its stack."""
+    """Layer `number` of its stack, with this `memory`; `index` is its position in the stack or its pipeline stage."""
 
     index: int
+    number: int
     memory: LayerMemory
 
     @property
@@ -80,7 +84,7 @@ class LayerInStack:
     @property
     def name(self) -> str:
         """Description such as `layer 3 of the encoder`."""
-        return f"layer {self.index}" + (f" of the {self.stack.name}" if self.stack.name else "")
+        return f"layer {self.number}" + (f" of the {self.stack.name}" if self.stack.name else "")
 
     @property
     def recompute(self) -> RecomputeSlice:
@@ -157,13 +161,13 @@ class LayerInStack:
 
 
 def layers_in_order(run: RunInputs) -> tuple[LayerInStack, ...]:
-    """Return the layers of all stacks in forward order."""
+    """Return the layers of all stacks, or pipeline stages of the rank, in forward order."""
     found: list[LayerInStack] = []
-    for stack in run.stacks:
+    for stage, stack in zip(run.stages, run.stacks, strict=True):
         moe = stack.stack.moe
         kinds = {experts: layer_memory(stack, is_moe=experts) for experts in set(moe.layers if moe else (False,))}
-        for number in range(stack.stack.num_layers):
-            found.append(LayerInStack(index=number, memory=kinds[moe.layers[number] if moe else False]))
+        for index, number in enumerate(stage.layers):
+            found.append(LayerInStack(index=index, number=number, memory=kinds[moe.layers[index] if moe else False]))
     return tuple(found)
 
 
@@ -175,13 +179,15 @@ class MemoryPlan:
         persistent: memory that exists during the whole run.
         peak: moment with the most memory.
         moments: all moments that can be the peak.
-        layers: of all stacks.
+        layers: of all stacks; of a pipeline those in micro batches that do not recompute all of them.
+        in_flight: most passes of micro batches through stages of the rank whose backward pass is still to come.
     """
 
     persistent: PersistentState
     peak: Moment
     moments: tuple[Moment, ...]
     layers: tuple[LayerInStack, ...]
+    in_flight: int
 
     @property
     def total(self) -> int:
@@ -190,67 +196,156 @@ class MemoryPlan:
 
 
 def memory_plan(run: RunInputs) -> MemoryPlan:
-    """Estimate the memory of a run."""
-    layers = layers_in_order(run)
-    moments = tuple(_moments(run, layers))
+    """Estimate the memory of a rank of a run."""
+    layers, all_recomputed = layers_in_order(run), run.with_all_recomputed
+    stages = _stage_memories(run, layers)
+    recomputed = stages if all_recomputed is run else _stage_memories(all_recomputed)
+    in_flight = _hold_others(run, stages, recomputed)
+    moments = [*_moments(run, stages, _gathered(run, layers))]
+    if all_recomputed is not run:
+        moments += _moments(all_recomputed, recomputed, _gathered(run, layers))
     peak = max(moments, key=lambda moment: moment.total)
-    return MemoryPlan(persistent=persistent_state(run), peak=peak, moments=moments, layers=layers)
+    held = persistent_state(run)
+    return MemoryPlan(persistent=held, peak=peak, moments=tuple(moments), layers=layers, in_flight=in_flight)
 
 
-def _moments(run: RunInputs, layers: tuple[LayerInStack, ...]) -> Iterator[Moment]:
-    family, gradients, gathered = run.family, _Gradients(run), _gathered(run, layers)
-    stacks = [_StackOnDevice([layer for layer in layers if layer.stack is stack]) for stack in run.stacks]
-    encoder_output = encoder_output_bytes(run.stacks[0]) if len(stacks) > 1 else 0
-    embeddings_saved = sum(embedding_saved_bytes(family, stack) for stack in run.stacks)
-    norms_saved = [final_norm_saved_bytes(stack) for stack in run.stacks]
-    loss = loss_memory(run)
-    saved = embeddings_saved + encoder_output + sum(norms_saved) + sum(stack.after_forward for stack in stacks)
-    for where, logits in (("the loss", loss.forward), ("the loss, backward", loss.backward)):
-        yield Moment(
-            where=where,
-            gradients=gradients.before,
-            activations=saved,
-            logits=logits,
-            working=gathered + head_saved_bytes(family, run.stacks[0]),
-            offloaded_weights=sum(stack.offloaded_weights for stack in stacks),
-        )
-    gradients.compute(loss.num_parameters)
+def _stage_memories(run: RunInputs, layers: Sequence[LayerInStack] = ()) -> list[StageMemory]:
+    layers = layers or layers_in_order(run)
+    return [StageMemory(run, number, layers) for number in range(len(run.stages))]
+
+
+class StageMemory:
+    """Activations of a pipeline stage, or of a stack without a pipeline, for one micro batch.
+
+    Args:
+        run: the rank.
+        number: of the stage among those of the rank.
+        layers: layers of all of them.
+
+    Attributes:
+        stage: the stage.
+        inputs: its layers.
+        layers: memory of these on the device.
+        ends: bytes saved outside of the layers up to the backward pass of the first of them.
+        saved: bytes saved between forward and backward pass.
+        loss_kept: those of them that head and loss save, on a rank of a pipeline, where other passes may come between.
+        others: bytes of other passes in flight, at most, when the backward pass runs; set by `_hold_others`.
+        offloaded_below: offloaded weights of the stacks before it.
+    """
+
+    def __init__(self, run: RunInputs, number: int, layers: Sequence[LayerInStack]) -> None:
+        self.stage, self.inputs = run.stages[number], run.stacks[number]
+        own = [layer for layer in layers if layer.stack is self.inputs]
+        self.layers = _StackOnDevice(own)
+        self.ends = embedding_saved_bytes(run.family, self.inputs)
+        self.saved = self.ends + self.layers.after_forward + final_norm_saved_bytes(self.inputs)
+        self.others = self.offloaded_below = self.loss_kept = 0
+        if run.pipeline_rank is not None:
+            held = self._held_messages(own)
+            self.ends += held
+            if self.stage.last:
+                self.loss_kept = loss_memory(run).kept + head_saved_bytes(run.family, self.inputs)
+            self.saved += held + self.loss_kept
+        elif not self.stage.last:
+            self.saved += encoder_output_bytes(self.inputs)
+
+    @property
+    def stream_bytes(self) -> int:
+        """Bytes of the residual stream."""
+        return self.inputs.residual_elements * self.inputs.widths.residual
+
+    @property
+    def reads_encoder(self) -> bool:
+        """True if its layers have cross-attention."""
+        return self.inputs.cross is not None
+
+    def _held_messages(self, own: Sequence[LayerInStack]) -> int:
+        """Bytes that torch's pipelining holds from the forward to the backward pass of a stage: input and output."""
+        first_saves_input = own and (own[0].is_recomputed or own[0].memory.saves_input) and own[0].saved_bytes > 0
+        held = 0 if self.stage.begins or first_saves_input else self.stream_bytes
+        held += encoder_output_bytes(self.inputs) if self.reads_encoder else 0  # which is passed on
+        if self.stage.last:
+            return held
+        whole = self.inputs.outer_elements * self.inputs.widths.residual
+        return held + (whole if self.stage.ends else self.stream_bytes)
+
+
+def _hold_others(run: RunInputs, stages: Sequence[StageMemory], recomputed: Sequence[StageMemory]) -> int:
+    """Set what other passes hold during the backward pass of each stage, and of those that recompute all layers; return
+    the most passes in flight.
+    """
+    by_number = {each.stage.number: place for place, each in enumerate(stages)}
+    all_recomputed = [run.fully_recomputed(place) for place in by_number.values()]
+    held = 0
+    for number, micro_batch, is_backward in run.pass_order:
+        place = by_number[number]
+        each = (recomputed if micro_batch in all_recomputed[place] else stages)[place]
+        held += -each.saved if is_backward else each.saved
+        if is_backward:
+            each.others = max(each.others, held)
+    for below, each in pairwise(stages):
+        each.offloaded_below = below.offloaded_below + below.layers.offloaded_weights
+    return most_held(run.pass_order, dict.fromkeys(by_number, 1))
+
+
+def _moments(run: RunInputs, stages: Sequence[StageMemory], gathered: int) -> Iterator[Moment]:
+    family, gradients = run.family, _Gradients(run)
     entries = 0 if run.is_frozen else family.padded_vocab_size * run.stacks[0].stack.hidden_size
     embedding = entries * run.widths.weights
-    # the head's part of a tied embedding's gradient is separate until the embedding's part exists; the computed
-    # gradients count it, unless gradients are added to those of the micro batch before
-    pending = embedding * (family.tied and gradients.adds_in_place)
-    for number in reversed(range(len(stacks))):
-        stack, below = stacks[number], stacks[:number]
-        saved_below = embeddings_saved + sum(each.after_forward for each in below)
-        saved_below += encoder_output + sum(norms_saved[:number]) if below else 0
-        offloaded_below = sum(each.offloaded_weights for each in below)
+    pending = 0
+    for number in reversed(range(len(stages))):
+        each = stages[number]
+        if run.pipeline_rank is not None:
+            gradients.begin_stage()
+        if each.stage.last:
+            loss = loss_memory(run)
+            for where, logits in (("the loss", loss.forward), ("the loss, backward", loss.backward)):
+                yield Moment(
+                    where=where,
+                    gradients=gradients.before,
+                    activations=each.others + each.saved - each.loss_kept,
+                    logits=logits,
+                    working=gathered + head_saved_bytes(family, each.inputs),
+                    offloaded_weights=each.offloaded_below + each.layers.offloaded_weights,
+                )
+            gradients.compute(loss.num_parameters)
+            # the head's part of a tied embedding's gradient is separate until the embedding's part exists; the computed
+            # gradients count it, unless gradients are added to those of the micro batch before
+            pending = embedding * (family.tied and family.stacks[-1].begins and gradients.adds_in_place)
         # the gradient of the encoder's output is accumulated over the cross-attentions
-        working = gathered + pending + 2 * encoder_output * bool(below)
-        yield from _backward_moments(stack, gradients, saved_below, offloaded_below, working)
-        if below:
+        encoded = encoder_output_bytes(each.inputs) if each.reads_encoder else 0
+        yield from _backward_moments(each, gradients, gathered + pending + 2 * encoded + _in_transit(run, each))
+        if not each.stage.begins:
+            continue
+        if each.stage.starts:
+            working = embedding * embedding_grad_is_sum(family) + pending * gradients.adds_in_place
+            working += gradients.reducing(entries) + each.stream_bytes + gathered
             yield Moment(
-                where=f"the embeddings of the {stack.layers[0].stack.name}, backward",
-                gradients=gradients.computed,
-                activations=saved_below,
-                working=embedding + pending + gathered + encoder_output,
-                offloaded_weights=offloaded_below,
+                where="the embeddings, backward", gradients=gradients.all, activations=each.others, working=working
             )
-            if decoder_embedding_grad_is_separate(family):
-                pending = embedding
-            elif not family.tied:
-                gradients.compute(entries)
-    working = embedding * embedding_grad_is_sum(family) + pending * gradients.adds_in_place
-    working += gradients.reducing(entries) + layers[0].memory.input_bytes + gathered
-    yield Moment(where="the embeddings, backward", gradients=gradients.all, working=working)
+            continue
+        yield Moment(
+            where=f"the embeddings of the {each.inputs.name}, backward",
+            gradients=gradients.computed,
+            activations=each.others,
+            working=embedding + pending + gathered + encoded,
+            offloaded_weights=each.offloaded_below,
+        )
+        if decoder_embedding_grad_is_separate(family):
+            pending = embedding
+        elif not family.tied:
+            gradients.compute(entries)
     yield Moment(where="the update", gradients=gradients.all, working=update_working_bytes(run))
 
 
-def _backward_moments(
-    stack: _StackOnDevice, gradients: _Gradients, saved_below: int, offloaded_below: int, working: int
-) -> Iterator[Moment]:
-    """Yield the moments of the backward pass of a stack, with these bytes saved, offloaded and needed outside of it."""
-    for layer in reversed(stack.layers):
+def _in_transit(run: RunInputs, each: StageMemory) -> int:
+    """Bytes of messages between pipeline stages besides those that are saved: one arrives, one is on its way."""
+    return 0 if run.pipeline_rank is None else sum(found.num_bytes for found in stage_traffic(each.inputs))
+
+
+def _backward_moments(each: StageMemory, gradients: _Gradients, working: int) -> Iterator[Moment]:
+    """Yield the moments of the backward pass of the layers of a stage; others need these bytes of working memory."""
+    for layer in reversed(each.layers.layers):
         if layer.skips_backward:
             continue
         parameters = layer.memory.num_parameters
@@ -258,10 +353,10 @@ def _backward_moments(
         yield Moment(
             where=f"{layer.name}, backward",
             gradients=gradients.computed,
-            activations=saved_below + stack.during_backward(layer.index),
+            activations=each.others + each.ends + each.layers.during_backward(layer.index),
             recomputed=recomputed,
             working=working + own_working + gradients.adding(parameters) + gradients.reducing(parameters),
-            offloaded_weights=offloaded_below + stack.offloaded_weights_at(layer.index),
+            offloaded_weights=each.offloaded_below + each.layers.offloaded_weights_at(layer.index),
         )
         gradients.compute(parameters)
 
@@ -276,14 +371,14 @@ def loss_memory(run: RunInputs) -> LossMemory:
             run.output_tokens, rows, hidden, itemsize, frozen=run.is_frozen, cuda=cuda
         )
         number = 0 if run.is_frozen else rows * hidden
-        return LossMemory(forward=forward, backward=backward, num_parameters=number)
+        return LossMemory(forward=forward, backward=backward, kept=backward // 2, num_parameters=number)
     return token_loss_memory(
         run.output_tokens, family.padded_vocab_size, hidden, run.widths, frozen=run.is_frozen, cuda=cuda
     )
 
 
 class _StackOnDevice:
-    """Device memory of the layers of a stack with CPU offloading.
+    """Device memory of the layers of a stack, perhaps none, with CPU offloading.
 
     The first N of L layers are offloaded; `offload_activations.py` and `offload_weights.py`
     in `models/memory/` define when they are copied.
@@ -299,12 +394,12 @@ class _StackOnDevice:
 
     def __init__(self, layers: list[LayerInStack]) -> None:
         self.layers = layers
-        offload = layers[0].offload
+        offload = layers[0].offload if layers else None
         number = offload.layers if offload is not None else 0
-        last = self._chunk_of(len(layers) - 1)
+        last = self._chunk_of(len(layers) - 1) if layers else range(0)
         self._offloaded = number if offload is not None and offload.activations else 0
-        self._ahead = max(layers[0].recompute.chunk, len(layers) - number - 1)
-        width = layers[0].stack.widths.weights
+        self._ahead = max(layers[0].recompute.chunk if layers else 1, len(layers) - number - 1)
+        width = layers[0].stack.widths.weights if layers else 0
         on_host = offload.layers if offload is not None and offload.weights else 0
         self._weights = [
             layer.memory.num_parameters * width if layer.index < on_host else 0
@@ -369,6 +464,10 @@ class _Gradients:
         """Bytes at this point of the backward pass."""
         return max(self.before, self._computed)
 
+    def begin_stage(self) -> None:
+        """Begin the backward pass of a pipeline stage, when those of other stages have been added up."""
+        self._computed = 0
+
     def compute(self, parameters: int) -> None:
         """Add the gradients of `parameters`."""
         self._computed += self.of(parameters)
@@ -394,7 +493,7 @@ def _gathered(run: RunInputs, layers: tuple[LayerInStack, ...]) -> int:
     layout = run.layout
     if layout is None or layout.replicates_weights:
         return 0
-    largest = max(layer.memory.num_parameters for layer in layers)
+    largest = max((layer.memory.num_parameters for layer in layers), default=0)
     unsharded = run.counts.total if not layout.reshard_after_forward else 2 * largest
     width = run.widths.weights
     return unsharded * width + largest * (width + run.reduce_itemsize)

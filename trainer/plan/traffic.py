@@ -6,36 +6,57 @@ and the gathering of weights. Losses, norms and counts, a few numbers a step, ar
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import get_args
 
 from ...models.layer import layer_traffic
-from ...models.model_cost import outer_traffic
+from ...models.layers.cost import StackInputs
+from ...models.model_cost import outer_traffic, stage_traffic
 from ...models.parallel.traffic import Collective, CollectiveKind, CommunicationAxis, bytes_by_collective
 from ...models.stack import stack_traffic
 from ...models.tensor_parallel import count_partial_gradients
 from .hardware import EFFICIENCY, GPUSpec
 from .run_inputs import RunInputs
 from .state_memory import accumulates_in_fp32
-from .timeline import LayerInStack
+from .timeline import LayerInStack, layers_in_order
 
 AXES: tuple[CommunicationAxis, ...] = get_args(CommunicationAxis)
 
 
 def step_traffic(run: RunInputs, layers: Sequence[LayerInStack]) -> tuple[Collective, ...]:
     """Return all collectives of a step of a rank, with equal ones of a micro batch added up."""
-    micro = _merged([*micro_batch_traffic(run, layers), *_sharded_data_traffic(run)])
-    step = [*(each.times(run.micro_batches) for each in micro), *_update_traffic(run)]
+    micro = [*_outer_traffic(run), *_sharded_data_traffic(run, layers)]
+    step = [each.times(run.micro_batches) for each in micro]
+    recomputed = {stage.number: len(run.fully_recomputed(place)) for place, stage in enumerate(run.stages)}
+    step += _traffic_of_layers(run, layers, {number: run.micro_batches - n for number, n in recomputed.items()})
+    if any(recomputed.values()):
+        all_recomputed = run.with_all_recomputed
+        step += _traffic_of_layers(all_recomputed, layers_in_order(all_recomputed), recomputed)
+    step = [*_merged(step), *_update_traffic(run, layers)]
     return tuple(each for each in step if len(axis_ranks(run, each.axis)) > 1)
 
 
-def micro_batch_traffic(run: RunInputs, layers: Sequence[LayerInStack]) -> Iterator[Collective]:
-    """Yield the collectives inside the model in one micro batch."""
-    mesh = run.mesh
-    if mesh.tensor == mesh.context == mesh.expert == 1:
+def _outer_traffic(run: RunInputs) -> Iterator[Collective]:
+    """Yield the collectives outside of the layers in one micro batch."""
+    if run.pipeline_rank is not None:
+        yield from (each for stack in run.stacks for each in stage_traffic(stack))
+    if run.mesh.tensor == run.mesh.context == run.mesh.expert == 1:
         return
+    for stack in run.stacks:
+        yield from stack_traffic(stack)
+    yield from outer_traffic(run.family, run.stacks, run.batch_spec, cuda=run.target.device == "cuda")
+
+
+def _traffic_of_layers(
+    run: RunInputs, layers: Sequence[LayerInStack], micro_batches: Mapping[int, int]
+) -> Iterator[Collective]:
+    """Yield the collectives inside the layers, in so many micro batches of each stage."""
+    if run.mesh.tensor == run.mesh.context == run.mesh.expert == 1:
+        return
+    numbers = {id(stack): micro_batches[stage.number] for stage, stack in zip(run.stages, run.stacks, strict=True)}
     for layer in layers:
         last_in_chunk = (layer.index + 1) % layer.recompute.chunk == 0
         found = layer_traffic(
@@ -45,13 +66,11 @@ def micro_batch_traffic(run: RunInputs, layers: Sequence[LayerInStack]) -> Itera
             recomputed_layer=layer.is_recomputed,
             ends_recompute=last_in_chunk or layer.index + 1 == layer.stack.stack.num_layers,
         )
-        yield from (each for each in found if each.during == "forward" or not layer.skips_backward)
-    for stack in run.stacks:
-        yield from stack_traffic(stack)
-    yield from outer_traffic(run.family, run.stacks, run.batch_spec, cuda=run.target.device == "cuda")
+        number = numbers[id(layer.stack)]
+        yield from (each.times(number) for each in found if each.during == "forward" or not layer.skips_backward)
 
 
-def _sharded_data_traffic(run: RunInputs) -> Iterator[Collective]:
+def _sharded_data_traffic(run: RunInputs, layers: Sequence[LayerInStack]) -> Iterator[Collective]:
     """Yield what FSDP2 communicates in every micro batch."""
     layout = run.layout
     if layout is None or layout.replicates_weights:
@@ -59,7 +78,7 @@ def _sharded_data_traffic(run: RunInputs) -> Iterator[Collective]:
     for axis, share in _parameter_shares(run):
         weights = int(run.counts.total * share) * run.widths.weights
         gradients = int(run.counts.trainable * share) * run.reduce_itemsize
-        units = len(run.family.stacks) * run.stacks[0].stack.num_layers
+        units = max(1, len(layers))
         gather = Collective(axis, "all-gather", weights, "forward", number=units, overlaps=True)
         yield gather
         if layout.reshard_after_forward:
@@ -70,16 +89,18 @@ def _sharded_data_traffic(run: RunInputs) -> Iterator[Collective]:
             yield Collective("replicas", "all-reduce", shard, "backward", number=units, overlaps=True)
 
 
-def _update_traffic(run: RunInputs) -> Iterator[Collective]:
+def _update_traffic(run: RunInputs, layers: Sequence[LayerInStack]) -> Iterator[Collective]:
     """Yield what is communicated once per step: partial gradients, replicated gradients, and updated weights."""
-    mesh, layout = run.mesh, run.layout
+    mesh, layout, width = run.mesh, run.layout, 4 if accumulates_in_fp32(run) else run.widths.weights
     if mesh.tensor > 1 and not run.is_frozen:
         partial = run.sharded(count_partial_gradients(run.family, sequence=mesh.sequence, expert_ranks=mesh.expert))
-        width = 4 if accumulates_in_fp32(run) else run.widths.weights
         yield Collective("tensor", "all-reduce", partial * width, "update")
+    for axis, elements, holders in run.shared_weights:
+        if run.pipeline_rank in holders and not run.is_frozen:
+            yield Collective(axis, "all-reduce", run.sharded(elements) * width, "update")
     if layout is None or not layout.replicates_weights:
         return
-    units = len(run.family.stacks) * run.stacks[0].stack.num_layers
+    units = max(1, len(layers))
     for axis, share in _parameter_shares(run):
         trained = int(run.counts.trainable * share)
         kind: CollectiveKind = "all-reduce" if layout.shards == 1 else "reduce-scatter"
@@ -157,20 +178,39 @@ def axis_link(run: RunInputs, axis: CommunicationAxis, gpu: GPUSpec) -> Link:
     which each rank of a node has its share of the messages of a group that has several ranks there.
     """
     members = axis_ranks(run, axis)
-    in_node = sum(rank < run.ranks_per_node for rank in members)
+    if axis == "pipeline":
+        own = members[run.pipeline_rank or 0]
+        members = own, members[((run.pipeline_rank or 0) + 1) % len(members)]
+    return link_between(run, members, gpu)
+
+
+def link_between(run: RunInputs, members: Sequence[int], gpu: GPUSpec) -> Link:
+    """Return the link of these ranks, as in `axis_link`."""
+    node = members[0] // run.ranks_per_node
+    in_node = sum(rank // run.ranks_per_node == node for rank in members)
     if in_node == len(members):
         return Link(len(members), in_node, gpu.peer_link, EFFICIENCY["peer_latency"])
     return Link(len(members), in_node, min(gpu.peer_link, in_node * gpu.network), EFFICIENCY["network_latency"])
 
 
 def axis_ranks(run: RunInputs, axis: CommunicationAxis) -> tuple[int, ...]:
-    """Return the group of rank 0 on an axis."""
+    """Return the group of rank 0 on an axis, or of the first rank with the stages of the pipeline rank."""
+    mesh, stage, rank = run.mesh, run.mesh.world_size // run.mesh.pipeline, run.pipeline_rank or 0
+    if axis == "pipeline":
+        return tuple(range(0, mesh.world_size, stage))
+    if axis in ("embeddings", "position biases"):
+        holders = (found for name, _, found in run.shared_weights if name == axis and rank in found)
+        return tuple(holder * stage for holder in next(holders, (rank,)))
+    return tuple(rank * stage + each for each in _stage_ranks(run, axis, stage))
+
+
+def _stage_ranks(run: RunInputs, axis: CommunicationAxis, stage: int) -> Sequence[int]:
+    """Return the group of the first of the `stage` ranks with the same pipeline stages."""
     mesh, shards, split = run.mesh, run.shards, run.run.context_split
-    stage = mesh.data * mesh.context * mesh.tensor
     context = tuple(range(0, mesh.context * mesh.tensor, mesh.tensor))
     match axis:
         case "tensor":
-            return tuple(range(mesh.tensor))
+            return range(mesh.tensor)
         case "context":
             return context
         case "context heads":
@@ -178,14 +218,26 @@ def axis_ranks(run: RunInputs, axis: CommunicationAxis) -> tuple[int, ...]:
         case "context ring":
             return context[:: split.head_ranks if split else 1]
         case "expert":
-            return tuple(range(mesh.expert))
+            return range(mesh.expert)
         case "expert data":
-            return tuple(range(0, stage, mesh.expert))
+            return range(0, stage, mesh.expert)
         case "replicas":
-            return tuple(range(0, stage, shards * mesh.tensor))
-        case "data":
+            return range(0, stage, shards * mesh.tensor)
+        case _:
             ranks = range(0, stage, mesh.tensor)
-            return tuple(ranks[:shards] if shards > 1 else ranks)
+            return ranks[:shards] if shards > 1 else ranks
+
+
+def message_seconds(run: RunInputs, stack: StackInputs, gpu: GPUSpec) -> dict[str, float]:
+    """Return the seconds of the messages of a pipeline stage, as in `StageTimes`; none without a pipeline."""
+    if run.pipeline_rank is None:
+        return {}
+    ranks, rank, found = axis_ranks(run, "pipeline"), run.pipeline_rank, dict[str, float]()
+    for each in stage_traffic(stack):
+        name, step = ("send", 1) if each.during == "forward" else ("send_back", -1)
+        link = link_between(run, (ranks[rank], ranks[(rank + step) % len(ranks)]), gpu)
+        found[name] = link.seconds(each)
+    return found
 
 
 # ---------------------------------------------------------------- time
@@ -201,7 +253,8 @@ class AxisTraffic:
         collectives: bytes of each kind of collective, as in `planned_bytes`.
         sent: bytes that the rank sends.
         seconds: time of all collectives.
-        exposed: part of it that does not overlap with computation.
+        exposed: part of it that does not overlap with computation; of a pipeline's messages 0, since the simulation of
+            its schedule has them.
     """
 
     axis: CommunicationAxis
@@ -241,6 +294,7 @@ def axis_traffic(
         "context heads": 0.0,
         "context ring": attention_seconds,
         "expert": 0.0,
+        "pipeline": math.inf,  # what delays a pass is part of the bubble
         "data": in_last_backward if replicated else micro_batch_seconds * run.micro_batches,
     }
     found: list[AxisTraffic] = []
@@ -254,7 +308,7 @@ def axis_traffic(
         # the first or last message has nothing to overlap with
         alone = max((link.seconds(each) / each.number for each in beside), default=0.0)
         total = sum(map(link.seconds, own))
-        exposed = total - hidden + max(alone, hidden - hides.get(axis, hides["data"]))
+        exposed = total - hidden + max(0.0 if axis == "pipeline" else alone, hidden - hides.get(axis, hides["data"]))
         sizes: dict[CollectiveKind, int] = {kind: size for (_, kind), size in bytes_by_collective(own).items()}
         found.append(AxisTraffic(axis, link, sizes, sum(e.sent_bytes(link.ranks) for e in own), total, exposed))
     return tuple(found)

@@ -64,6 +64,17 @@ def count_rank(counts: ParameterCounts, whole: FamilySlice, part: FamilySlice, m
     return counts._replace(total=total, trainable=trainable)
 
 
+def count_stages(
+    counts: ParameterCounts, whole: FamilySlice, part: FamilySlice, mesh: ParallelLayout
+) -> ParameterCounts:
+    """Return the counts of the part of a model in some pipeline stages, of which PEFT adds and trains the same fraction
+    as of the whole model.
+    """
+    numbers = [count_slice_parameters(model, expert_ranks=mesh.expert) for model in (part, whole)]
+    total, trainable = (each * numbers[0] // numbers[1] for each in (counts.total, counts.trainable))
+    return counts._replace(total=total, trainable=trainable)
+
+
 @lru_cache(maxsize=16)
 def _count_on_meta(family: Family, keys: str, vocab_size: int, form: BatchSpec) -> ParameterCounts:
     block = MODEL_BLOCKS[family].model_validate_json(keys)

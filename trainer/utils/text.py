@@ -10,6 +10,12 @@ def pluralize(count: float, singular: str, plural: str = "") -> str:
     return f"{count:,} {singular if count == 1 else plural or f'{singular}s'}"
 
 
+def format_gib(size: float) -> str:
+    """Format a size in GiB, or in MiB if it is small."""
+    gib = 2**30
+    return f"{size / gib:,.1f} GiB" if size >= gib / 10 else f"{size / 2**20:,.0f} MiB"
+
+
 def truncate_lines(lines: Iterable[str], limit: int, *, more: str = "and {:,} more", indent: str = "") -> list[str]:
     """Return the first `limit` lines, and a line with the number of further ones in the `{}` of `more`."""
     shown = list(lines)
