@@ -46,11 +46,12 @@ def outer_weights(model: FamilySlice) -> Weights:
 
 def stack_part(stack: StackSlice, stages: Sequence[Stage]) -> StackSlice:
     """Return the part of a stack that these stages of it have."""
-    layers = [number for stage in stages for number in stage.layers]
-    moe = None if stack.moe is None else replace(stack.moe, layers=tuple(stack.moe.layers[n] for n in layers))
+    num_layers, moe = sum(len(stage.layers) for stage in stages), stack.moe
+    if moe is not None:
+        moe = replace(moe, layers=tuple(moe.layers[number] for stage in stages for number in stage.layers))
     begins, ends = any(stage.begins for stage in stages), any(stage.ends for stage in stages)
-    recompute = stack.recompute and replace(stack.recompute, layers=min(stack.recompute.layers, len(layers)))
-    return replace(stack, num_layers=len(layers), moe=moe, recompute=recompute, begins=begins, ends=ends)
+    recompute = stack.recompute and replace(stack.recompute, layers=min(stack.recompute.layers, num_layers))
+    return replace(stack, num_layers=num_layers, moe=moe, recompute=recompute, begins=begins, ends=ends)
 
 
 def stage_slice(model: FamilySlice, stages: Sequence[Stage]) -> FamilySlice:

@@ -76,6 +76,7 @@ def test_every_rank_has_the_planned_parameters(name: str) -> None:
         model = build_model(
             run.model, vocab_size=plan.inputs.vocab_size, device="meta", dtype=torch.float32, flags=AttentionFlags(),
             micro_batch_size=1, batch_spec=run.batch_spec, pipeline_parallel=PipelineParallel(rank, split),
+            kinds=("training", "evaluation"),
         )  # fmt: skip
         assert part.inputs.counts.total == num_parameters(model), rank
     copies = sum(elements * (len(holders) - 1) for _, elements, holders in plan.inputs.shared_weights)

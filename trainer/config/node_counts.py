@@ -18,9 +18,9 @@ def min_nodes(trainer: TrainerBlock) -> int:
 
 
 def ranks_per_node(trainer: TrainerBlock, world_size: int) -> int:
-    """Return the processes on each node; with `devices: auto`, all of `num_nodes` take part."""
-    if isinstance(trainer.devices, int):
-        return min(trainer.devices, world_size)
+    """Return the processes on each node, of which all take part unless `min_nodes` lets some be missing."""
+    if isinstance(trainer.devices, int) and trainer.min_nodes is not None:
+        return trainer.devices
     return max(1, world_size // trainer.num_nodes)
 
 
