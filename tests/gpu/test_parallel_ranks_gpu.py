@@ -87,7 +87,11 @@ MOE_LAYOUTS: dict[str, list[str]] = {
     "pipeline": PIPELINE,
 }
 T5_PIPELINE = [*PIPELINE, "model.pipeline_model_parallel_split_rank=1"]
-PRECISIONS = {"fp32": (SINGLE, 2e-5), "bf16": (["trainer.precision=bf16-mixed", "model.compile=true"], 2e-2)}
+PRECISIONS = {
+    "fp32": (SINGLE, 2e-5),
+    "bf16": (["trainer.precision=bf16-mixed", "model.compile=true"], 2e-2),
+    "bf16 weights": (["trainer.precision=bf16", "model.compile=true"], 2e-2),
+}
 
 
 @pytest.fixture(scope="module")

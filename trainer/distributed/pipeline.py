@@ -52,7 +52,7 @@ class StageShapes:
     def outputs(self, stage: Stage) -> tuple[Tensor, ...]:
         """Return the outputs of a stage, on the meta device."""
         if stage.last:
-            return (_meta((), self.dtype),)
+            return (_meta((), torch.promote_types(self.dtype, torch.float32)),)
         tokens = self.micro_batch * self.lengths[stage.stack]
         whole = [(self.micro_batch, length, self.hidden_size) for length in self.lengths]
         stream = whole[stage.stack] if stage.ends else (1, tokens // self.sequence_ranks, self.hidden_size)
