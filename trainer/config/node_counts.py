@@ -18,9 +18,9 @@ def min_nodes(trainer: TrainerBlock) -> int:
 
 
 def ranks_per_node(trainer: TrainerBlock, world_size: int) -> int:
-    """Return the processes on each node, of which all take part unless `min_nodes` lets some be missing."""
-    if isinstance(trainer.devices, int) and trainer.min_nodes is not None:
-        return trainer.devices
+    """Return the processes on each node; without `min_nodes` all nodes take part."""
+    if trainer.min_nodes is not None and isinstance(trainer.devices, int):
+        return min(trainer.devices, world_size)
     return max(1, world_size // trainer.num_nodes)
 
 
