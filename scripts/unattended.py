@@ -231,6 +231,8 @@ def rejoin(nodes: Nodes) -> None:
     starts = len(nodes.events("start"))
     nodes.agents[1] = nodes.start(1)
     nodes.until(lambda: len(nodes.events("start")) > starts)
+    seen = nodes.events("start")[-1]["step"]
+    nodes.until(lambda: nodes.step() > seen)
 
 
 def broken_run(nodes: Nodes, kinds: list[str], seconds: float, minutes: float, disk: Path) -> dict[str, Any]:
