@@ -103,7 +103,9 @@ class Nodes:
         (place / "plugin" / "faulty.py").write_text(PLUGIN)
 
     def __enter__(self) -> Nodes:
-        self.agents = [self.start(node) for node in range(2)]
+        self.agents = [self.start(0)]
+        self.until(self._is_hosted)  # on one machine whichever agent is first holds the rendezvous
+        self.agents.append(self.start(1))
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -137,6 +139,11 @@ class Nodes:
                 stderr=err,
                 start_new_session=True,
             )
+
+    def _is_hosted(self) -> bool:
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self._port), timeout=1):
+            return True
+        return False
 
     @property
     def errors(self) -> str:
