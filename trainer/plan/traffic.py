@@ -76,8 +76,8 @@ def _sharded_data_traffic(run: RunInputs, layers: Sequence[LayerInStack]) -> Ite
     if layout is None or layout.replicates_weights:
         return
     for axis, share in _parameter_shares(run):
-        weights = int(run.counts.total * share) * run.widths.weights
-        gradients = int(run.counts.trainable * share) * run.reduce_itemsize
+        weights = round(run.counts.total * share) * run.widths.weights
+        gradients = round(run.counts.trainable * share) * run.reduce_itemsize
         units = max(1, len(layers))
         gather = Collective(axis, "all-gather", weights, "forward", number=units, overlaps=True)
         yield gather
@@ -102,7 +102,7 @@ def _update_traffic(run: RunInputs, layers: Sequence[LayerInStack]) -> Iterator[
         return
     units = max(1, len(layers))
     for axis, share in _parameter_shares(run):
-        trained = int(run.counts.trainable * share)
+        trained = round(run.counts.trainable * share)
         kind: CollectiveKind = "all-reduce" if layout.shards == 1 else "reduce-scatter"
         yield Collective(axis, kind, trained * run.reduce_itemsize, "backward", number=units, overlaps=True)
         if layout.shards > 1:

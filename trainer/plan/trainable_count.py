@@ -71,7 +71,7 @@ def count_stages(
     as of the whole model.
     """
     numbers = [count_slice_parameters(model, expert_ranks=mesh.expert) for model in (part, whole)]
-    total, trainable = (each * numbers[0] // numbers[1] for each in (counts.total, counts.trainable))
+    total, trainable = (round(each * numbers[0] / numbers[1]) for each in (counts.total, counts.trainable))
     return counts._replace(total=total, trainable=trainable)
 
 
