@@ -310,7 +310,7 @@ def test_stokers_own_tasks_ask_four_answers_each() -> None:
 def test_the_parser_takes_the_options() -> None:
     parser = argparse.ArgumentParser()
     add_arguments(parser)
-    parser.set_defaults(data_path=None, limit_batches=None)
+    parser.set_defaults(data_path=None, limit_batches=None, pipeline_parallel=1)
     assert not has_tasks(parser.parse_args([]))
     assert has_tasks(parser.parse_args(["--tasks", "a"]))
 

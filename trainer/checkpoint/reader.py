@@ -235,7 +235,7 @@ class Checkpoint:
             raise UserError(f"checkpoint {self.path} cannot be used: {error}") from None
 
     def _fill(
-        self, kind: str, destination: Mapping[str, LocalShard], elsewhere: Set[str], *, cast: bool = False
+        self, kind: str, destination: Mapping[str, LocalShard], elsewhere: Set[str] = frozenset(), *, cast: bool = False
     ) -> None:
         try:
             with torch.no_grad():
