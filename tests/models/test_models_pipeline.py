@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from parallel_models import build, samples_of
-from torch import Tensor
 
 from stoker.models.parallel.pipeline import PipelineParallel
 from stoker.models.parallel.stages import PipelineSplit, StageInput
@@ -43,7 +42,7 @@ def test_stages_have_the_gradients_of_the_model(changes: dict[str, Any], split: 
     loss = whole.batch_loss(batch, 27.0)
     loss.backward()
 
-    passed: tuple[Tensor, ...] = ()
+    passed: Any = ()
     for number in range(split.num_stages):
         (model,) = (each for each in ranks if number in [stage.number for stage in each.pipeline.stages])
         (stage,) = (stage for stage in model.pipeline.stages if stage.number == number)
