@@ -225,20 +225,16 @@ class BERT(nn.Module):
             tokens, padding, routed = F.pad(tokens, (0, 1)), F.pad(real, (0, 1), value=False), None
             token_types = None if token_types is None else F.pad(token_types, (0, 1))
         positions, packed = None, None
-        received = None if at is None or at.stage.begins else at.received[0]
-        hidden = self.token_embedding(tokens) if received is None else received
         documents, padding = whole_sequences(documents, shard), whole_sequences(padding, shard)
         if documents is not None and self.batch_spec.reset_position_ids:
             positions = document_position_ids(documents)
             positions = positions if shard is None else shard.local(positions)
+        hidden, dropout = self.encoder.begin(
+            lambda: self._embed(tokens, token_types, positions), tokens, self.dropout, at
+        )
         if documents is not None and self.batch_spec.packed:
             dtype, mask = matmul_dtype(hidden), decision.needs_mask
             packed = pack_documents(documents, shard, dtype=dtype, causal=False, with_mask=mask)
-        if received is None:
-            hidden, dropout = self.encoder.drop_embeddings(self._embed(hidden, token_types, positions), self.dropout)
-        else:
-            dropout = self.encoder.draw_dropout(tokens.shape, tokens.device, self.dropout)
-        shape = None if at is None else tokens.shape
         with eager_layers(self.compiled and kind == "generation"):
             hidden = self.encoder(
                 hidden,
@@ -249,7 +245,7 @@ class BERT(nn.Module):
                 routed=routed,
                 dropout=dropout,
                 at=at,
-                shape=shape,
+                shape=tokens.shape,
             )
         if at is not None and not at.stage.ends:
             return hidden
@@ -258,7 +254,8 @@ class BERT(nn.Module):
             hidden = self.transform_norm(F.gelu(self.transform(hidden)))
         return hidden
 
-    def _embed(self, hidden: Tensor, token_types: Tensor | None, positions: Tensor | None) -> Tensor:
+    def _embed(self, tokens: Tensor, token_types: Tensor | None, positions: Tensor | None) -> Tensor:
+        hidden = self.token_embedding(tokens)
         hidden = add_position_embeddings(hidden, self.position_embedding, positions, self.encoder.shard)
         if self.token_type_embedding is not None:
             types = self.token_type_embedding

@@ -208,18 +208,13 @@ class GPT(nn.Module):
             if documents is not None and self.reset_position_ids:
                 positions = document_position_ids(documents)
                 positions = positions if shard is None else shard.local(positions)
-            if at is None or at.stage.begins:
-                hidden, dropout = self.decoder.drop_embeddings(self._embed(tokens, positions), self.dropout)
-            else:
-                hidden = at.received[0]
-                dropout = self.decoder.draw_dropout(tokens.shape, tokens.device, self.dropout)
+            hidden, dropout = self.decoder.begin(lambda: self._embed(tokens, positions), tokens, self.dropout, at)
             if documents is not None and self.reset_attention_mask:
                 packed = pack_documents(
                     documents, shard, dtype=matmul_dtype(hidden), causal=True, with_mask=decision.needs_mask
                 )
             if self.prompt is not None:
                 routed = self.prompt.extend_routing_mask(routed)
-            shape = None if at is None else tokens.shape
             hidden = self.decoder(
                 hidden,
                 kind,
@@ -228,7 +223,7 @@ class GPT(nn.Module):
                 routed=routed,
                 dropout=dropout,
                 at=at,
-                shape=shape,
+                shape=tokens.shape,
             )
             return hidden if self.prompt is None else hidden[:, len(self.prompt) :]
         if length == 1:  # Backends need not support one token: pad by another, which a causal model does not attend to.

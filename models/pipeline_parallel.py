@@ -56,7 +56,7 @@ def apply_pipeline_parallel(model: LanguageModel, stacks: Sequence[Stack], ranks
             shared |= _share(model, path, found, ranks.rank)
     own = tuple(stage for stage in stages if ranks.split.rank_of(stage) == ranks.rank)
     groups = tuple(sorted(set(several.values())))
-    model.pipeline = RankStages(own, len(stages), shared, groups)
+    model.pipeline = RankStages(own, shared, groups)
 
 
 def distribute_layers(model: LanguageModel, stacks: Sequence[Stack], relay: Relay) -> None:

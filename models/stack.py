@@ -82,6 +82,22 @@ class Stack(RecomputableModule):
         self._compiled_step: Callable[..., Tensor] | None = None
         self._has_dropout: bool | None = None
 
+    def begin(
+        self, embed: Callable[[], Tensor], tokens: Tensor, p: float, at: StageInput | None
+    ) -> tuple[Tensor, StackDropout | None]:
+        """Return the input of the layers, embeddings after dropout or what a later pipeline stage has received, and the
+        `dropout` of `forward`.
+
+        Args:
+            embed: returns the embeddings, (batch, tokens, hidden_size).
+            tokens: (batch, tokens) int64.
+            p: dropout of the embeddings, in training.
+            at: the pipeline stage, and what it receives; None: all.
+        """
+        if at is None or at.stage.begins:
+            return self.drop_embeddings(embed(), p)
+        return at.received[0], self.draw_dropout(tokens.shape, tokens.device, p)
+
     def drop_embeddings(self, embedded: Tensor, p: float) -> tuple[Tensor, StackDropout | None]:
         """Apply the dropout of the embeddings, and draw the keys of those of the layers.
 
@@ -142,14 +158,14 @@ class Stack(RecomputableModule):
             memory: encoder output for cross-attention; None in a stack without it.
             dropout: dropouts of this forward (`drop_embeddings`); None outside training or without dropout.
             at: the pipeline stage to run; None: all.
-            shape: (batch, tokens) of this rank; None: those of `hidden`.
+            shape: (batch, tokens) of this rank, for a stage that receives a share of them; otherwise those of `hidden`.
 
         Returns:
             (batch, tokens, hidden_size), after the final norm; of a stage that does not end the stack the residual
             stream, with sequence parallelism that of the rank's share of the tokens.
         """
-        rows, tokens = hidden.shape[:2] if shape is None else shape
         stage = None if at is None else at.stage
+        rows, tokens = hidden.shape[:2] if shape is None or stage is None or stage.begins else shape
         whole = tokens
         if self.shard is not None:
             whole = self.shard.whole_length(tokens)

@@ -360,30 +360,24 @@ class T5(nn.Module):
     ) -> EncoderOutput:
         positions, packed = None, None
         decision = decision_for(self.attention_decisions, f"encoder {kind}")
-        received = None if at is None or at.stage.begins else at.received[0]
-        hidden = self.token_embedding(tokens) if received is None else received
-        if self.prompt is not None:
-            hidden, padding, routed = (
-                self.prompt(hidden),
-                self.prompt.extend_padding_mask(padding),
-                self.prompt.extend_routing_mask(routed),
-            )
-        shard = self.encoder.shard
+        prompt, shard = self.prompt, self.encoder.shard
+        if prompt is not None:
+            padding, routed = prompt.extend_padding_mask(padding), prompt.extend_routing_mask(routed)
         padding = whole_sequences(padding, shard)
         if documents is not None:
             documents = documents if shard is None else shard.gather(documents)
             positions = document_position_ids(documents)
             positions = positions if shard is None else shard.local(positions)
+
+        def embed() -> Tensor:
+            embedded = self.token_embedding(tokens)
+            embedded = embedded if prompt is None else prompt(embedded)
+            return add_position_embeddings(embedded, self.encoder_position_embedding, positions, shard)
+
+        hidden, dropout = self.encoder.begin(embed, tokens, self.dropouts[0], at)
+        if documents is not None:
             dtype, mask = matmul_dtype(hidden), decision.needs_mask
             packed = pack_documents(documents, shard, dtype=dtype, causal=False, with_mask=mask)
-        if received is None:
-            hidden, dropout = self.encoder.drop_embeddings(
-                add_position_embeddings(hidden, self.encoder_position_embedding, positions, shard), self.dropouts[0]
-            )
-            shape = hidden.shape[:2]
-        else:
-            shape = tokens.shape
-            dropout = self.encoder.draw_dropout(shape, hidden.device, self.dropouts[0])
         hidden = self.encoder(
             hidden,
             kind,
@@ -393,9 +387,10 @@ class T5(nn.Module):
             routed=routed,
             dropout=dropout,
             at=at,
-            shape=shape,
+            shape=tokens.shape,
         )
-        return EncoderOutput(hidden, padding, token_places(shape, shard, tokens.device) if self.training else None)
+        whole = self.training and at is None
+        return EncoderOutput(hidden, padding, token_places(hidden.shape[:2], shard, tokens.device) if whole else None)
 
     def _run_decoder(
         self,
@@ -410,14 +405,12 @@ class T5(nn.Module):
         positions, packed, cross_packed = None, None, None
         decision = decision_for(self.attention_decisions, f"decoder {kind}")
         cross_decision = decision_for(self.attention_decisions, f"cross {kind}")
-        received = None if at is None or at.stage.begins else at.received[0]
-        hidden = self.decoder_embedding(tokens) if received is None else received
         shard, encoder_shard = self.decoder.shard, self.encoder.shard
         shards = None if shard is None or encoder_shard is None else (shard, encoder_shard)
         if documents is not None and encoder_documents is not None:
             if shard is not None and shards is not None:
                 documents, encoder_documents = shard.gather(documents), shards[1].gather(encoder_documents)
-            positions, dtype = document_position_ids(documents), matmul_dtype(hidden)
+            positions, dtype = document_position_ids(documents), matmul_dtype(encoded.hidden)
             positions = positions if shard is None else shard.local(positions)
             packed = pack_documents(documents, shard, dtype=dtype, causal=True, with_mask=decision.needs_mask)
             mask = cross_decision.needs_mask
@@ -426,12 +419,12 @@ class T5(nn.Module):
         if self.cross_positions is not None:
             ranks = 1 if shard is None else shard.ranks.size
             terms = self.cross_positions(ranks * tokens.shape[1], ranks * encoded.hidden.shape[1]).distance_bias
-        if received is None:
-            hidden, dropout = self.decoder.drop_embeddings(
-                add_position_embeddings(hidden, self.decoder_position_embedding, positions, shard), self.dropouts[1]
-            )
-        else:
-            dropout = self.decoder.draw_dropout(tokens.shape, tokens.device, self.dropouts[1])
+
+        def embed() -> Tensor:
+            embedded = self.decoder_embedding(tokens)
+            return add_position_embeddings(embedded, self.decoder_position_embedding, positions, shard)
+
+        hidden, dropout = self.decoder.begin(embed, tokens, self.dropouts[1], at)
         memory = Memory(encoded.hidden, encoded.padding, cross_packed, terms, encoded.tokens)
         hidden = self.decoder(
             hidden,

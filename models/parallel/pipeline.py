@@ -32,13 +32,11 @@ class RankStages:
 
     Attributes:
         stages: first to last.
-        num_stages: number of stages of all ranks.
         shared: pipeline ranks that hold the same parameter, by its name, for those held by several: tied embeddings,
             and position biases, which all layers of a stack share. Of each rank only its own parameters.
         groups: those of `shared` for all parameters of the model, in an order that is the same on every rank.
     """
 
     stages: tuple[Stage, ...]
-    num_stages: int
     shared: Mapping[str, tuple[int, ...]]
     groups: tuple[tuple[int, ...], ...]
