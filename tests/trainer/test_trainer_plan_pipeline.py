@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from xml.etree import ElementTree
+
 import pytest
 import torch
 from config_helpers import load
 from saved_activations import plan_inputs, saved_stage
 from tiers import cases, looped
+from torch import nn
 
 from stoker.kernels.attention.flags import AttentionFlags
 from stoker.models.build import build_model, num_parameters
 from stoker.models.model_cost import head_saved_bytes
 from stoker.models.parallel.pipeline import PipelineParallel
+from stoker.trainer.cli.main import main
 from stoker.trainer.config.resolved_run import resolve_run
+from stoker.trainer.core.training_state import _check_trained_parameters  # pyright: ignore[reportPrivateUsage]
+from stoker.trainer.distributed.process_group import DistributedContext
 from stoker.trainer.plan.hardware import parse_gpu
 from stoker.trainer.plan.run_inputs import pipeline_ranks
 from stoker.trainer.plan.run_plan import Plan, gpu_target, make_plan
 from stoker.trainer.plan.timeline import StageMemory, layers_in_order
+from stoker.trainer.utils.errors import EXIT_BAD_INPUT, EXIT_OK, UserError
 
 SMALL = [
     "data=mock", "trainer.precision=bf16", "model.hidden_size=256", "model.num_attention_heads=8",
@@ -111,3 +122,26 @@ def test_a_micro_batch_in_flight_holds_the_planned_bytes(name: str, monkeypatch:
             expected = own.saved - casts - own.loss_kept
             expected += head_saved_bytes(rank.family, stack) if own.stage.last else 0
             assert expected == pytest.approx(saved_stage(whole, rank, number, monkeypatch), rel=0.03), own.stage
+
+
+def test_the_command_line_prints_and_draws_every_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    drawing, given = tmp_path / "step.svg", [*LLAMA, *pipelined(2), "--device", "h100"]
+    assert main(["plan", *given, "--json", "--timeline", str(drawing)]) == EXIT_OK
+    ranks = json.loads(capsys.readouterr().out)["pipeline"]["ranks"]
+    assert [each["layers"] for each in ranks] == ["0-1", "2-3"]
+    assert [each["in_flight"] for each in ranks] == [2, 1]
+    assert ElementTree.fromstring(drawing.read_text()).tag.endswith("svg")
+
+    assert main(["plan", *LLAMA, "--device", "h100", "--timeline", str(drawing)]) == EXIT_BAD_INPUT
+    assert "set model.pipeline_model_parallel_size" in capsys.readouterr().err
+
+
+def test_a_stage_without_a_parameter_to_train_is_refused() -> None:
+    run: Any = SimpleNamespace(
+        resolved=SimpleNamespace(model=load("model=gpt_tiny", "model.peft.peft_scheme=lora").root.model),
+        mesh=SimpleNamespace(stages=DistributedContext(1, 2)),
+    )
+    model: Any = nn.Linear(1, 1)
+    _check_trained_parameters(run, model)
+    with pytest.raises(UserError, match=r"stage 1 of the pipeline has no parameter to train .*lora"):
+        _check_trained_parameters(run, model.requires_grad_(False))
