@@ -12,7 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..config.data_task import Task
-from ..config.dataset_names import BUILT_IN_DATASETS, PAIR_SOURCES, SPLITS, Split, dataset_plugins
+from ...models.config.extensions import extension_source
+from ..config.dataset_names import BUILT_IN_DATASETS, PAIR_SOURCES, SPLITS, Split
 from ..config.resolved_run import DataSpec
 from ..config.schema.trainer_and_data import DataBlock
 from ..utils.errors import UserError
@@ -250,11 +251,10 @@ def _plugin_data(spec: DataSpec, tokenizer: Tokenizer) -> Data:
     }
     if samples["validation"] is None and spec.limit_val_batches:
         raise UserError(f"`model.data.data_impl` ({name}) has no validation split; set `trainer.limit_val_batches=0`")
-    source = dataset_plugins()[name]
-    version = source.dist.version if source.dist else ""
-    identity = json.dumps([source.value, version, keys["path"], keys["dataset_kwargs"]], sort_keys=True)
+    source = extension_source("dataset", name)
+    identity = json.dumps([source, keys["path"], keys["dataset_kwargs"]], sort_keys=True)
     fingerprint = hashlib.sha256(identity.encode()).hexdigest()
-    description = f"{name}: {source.value} {version}; vocabulary {tokenizer.vocab_size}; {_sequence_lengths(spec.task)}"
+    description = f"{name}: {source}; vocabulary {tokenizer.vocab_size}; {_sequence_lengths(spec.task)}"
     return _assemble(spec, tokenizer, samples, fingerprint, description)
 
 

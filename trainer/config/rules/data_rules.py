@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from ....models.config.extensions import extension_names
 from ....models.config.families import sequence_length_of
 from ....models.config.key_block import Finding
 from ..blend_spec import is_per_split, parse_prefixes
 from ..data_task import task_name
-from ..dataset_names import BUILT_IN_DATASETS, SPLITS, dataset_plugins
+from ..dataset_names import BUILT_IN_DATASETS, SPLITS
 from ..schema.key_index import format_value
 from ..schema.root import T5ModelBlock
 from ..schema.trainer_and_data import DataBlock
@@ -26,7 +27,7 @@ def data_impl_is_known(context: RuleContext) -> Iterator[Finding]:
     name = context.root.model.data.data_impl
     if name in BUILT_IN_DATASETS:
         return
-    installed = sorted(dataset_plugins())
+    installed = extension_names("dataset")
     if name not in installed:
         near = closest(name, [*BUILT_IN_DATASETS, *installed])
         yield Finding.error(

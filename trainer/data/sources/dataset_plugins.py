@@ -1,33 +1,19 @@
-"""Dataset plugins: entry points of installed packages, and datasets registered by modules given with `--import`.
-
-A package provides one in its pyproject.toml:
-
-    [project.entry-points."stoker.datasets"]
-    my_data = "my_package.data:samples"
-
-and `model.data.data_impl=my_data` trains on it. Listing the names imports nothing; a dataset is imported when its
-samples are needed. Without a package, `stoker train --import my_data model.data.data_impl=my_data` and
-
-    @register_dataset("my_data")
-    def samples(data, split, sequence_length, tokenizer, seed): ...
-
-in my_data.py do the same. So a configuration can only run code that was installed, or given, on purpose.
-"""
+"""Datasets of users' own code (kind `dataset` of `models.config.extensions`), by `model.data.data_impl`."""
 
 from __future__ import annotations
 
-import importlib.metadata
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol, TypeVar
+from collections.abc import Mapping
+from typing import Any, Protocol
 
-from ...config.dataset_names import BUILT_IN_DATASETS, ENTRY_POINT_GROUP, Split, dataset_plugins, registered_datasets
+from ....models.config.extensions import load_extension
+from ...config.dataset_names import Split
 from ...utils.errors import UserError
 from ..datasets.samples import Samples
 from ..tokenizers.tokenizer import Tokenizer
 
 
 class DatasetPlugin(Protocol):
-    """Interface of an entry point of the group `stoker.datasets`: a function that returns the samples of a split."""
+    """Interface of a dataset of a user's own: a function that returns the samples of a split."""
 
     def __call__(
         self, data: Mapping[str, Any], split: Split, sequence_length: int, tokenizer: Tokenizer, seed: int
@@ -56,36 +42,6 @@ class DatasetPlugin(Protocol):
         ...
 
 
-DatasetT = TypeVar("DatasetT", bound=DatasetPlugin)
-
-
-def register_dataset(name: str) -> Callable[[DatasetT], DatasetT]:
-    """Register a dataset under a name, like an entry point: for a module that is given with `--import`.
-
-    Args:
-        name: a value of `model.data.data_impl`.
-
-    Returns:
-        A decorator for an `DatasetPlugin`: a function at the top level of its module.
-
-    Raises:
-        ValueError: (from the decorator) the name is taken, or the function cannot be imported from its module.
-    """
-
-    def register(make: DatasetT) -> DatasetT:
-        place = f"{make.__module__}:{make.__qualname__}"  # type: ignore[attr-defined]
-        known = dataset_plugins().get(name)
-        if name in BUILT_IN_DATASETS or (known is not None and known.value != place):
-            owner = known.value if known else "stoker"
-            raise ValueError(f"the data set {name!r} is already provided by {owner}; choose another name")
-        if "<" in place:
-            raise ValueError(f"the data set {name!r} must be a function at the top of its module, not {place}")
-        registered_datasets[name] = importlib.metadata.EntryPoint(name, place, ENTRY_POINT_GROUP)
-        return make
-
-    return register
-
-
 def plugin_samples(
     data: Mapping[str, Any], split: Split, sequence_length: int, tokenizer: Tokenizer, seed: int
 ) -> Samples | None:
@@ -95,13 +51,10 @@ def plugin_samples(
         UserError: it is not installed, cannot be imported, or returns no samples of this length.
     """
     name = str(data["data_impl"])
-    point = dataset_plugins().get(name)
-    if point is None:
-        raise UserError(f"`model.data.data_impl` ({name}): no installed package has a data set of this name")
     try:
-        make: DatasetPlugin = point.load()
-    except (ImportError, AttributeError) as error:
-        raise UserError(f"`model.data.data_impl` ({name}): {point.value} cannot be imported: {error}") from None
+        make: DatasetPlugin = load_extension("dataset", name)
+    except (LookupError, ValueError) as error:
+        raise UserError(f"`model.data.data_impl` ({name}): {error}") from None
     try:
         samples = make(data, split, sequence_length, tokenizer, seed)
     except (OSError, ValueError) as error:
@@ -111,7 +64,7 @@ def plugin_samples(
     found = getattr(samples, "sequence_length", None)
     if samples is None or found != sequence_length or not callable(getattr(samples, "batch", None)):
         raise UserError(
-            f"`model.data.data_impl` ({name}): {point.value} returned {type(samples).__name__} for {split}, which is "
+            f"`model.data.data_impl` ({name}): it returned {type(samples).__name__} for {split}, which is "
             f"not samples of `sequence_length` {sequence_length}"
         )
     return samples

@@ -1,0 +1,1 @@
+"""The public Python API; the names that `stoker` exports."""
