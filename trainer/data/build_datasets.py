@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..config.data_task import Task
 from ...models.config.extensions import extension_source
+from ..config.data_task import Task
 from ..config.dataset_names import BUILT_IN_DATASETS, PAIR_SOURCES, SPLITS, Split
 from ..config.resolved_run import DataSpec
 from ..config.schema.trainer_and_data import DataBlock
