@@ -207,6 +207,7 @@ class Draft:
             historical_keys=tuple(historical),
             key_reports=(*effective, *account),
             files=files,
+            preset_keys=frozenset(path for path in self.packaged if self.kind_of(path) == "file"),
         )
 
     def origin_text(self, path: str) -> str:

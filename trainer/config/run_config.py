@@ -47,6 +47,7 @@ class RunConfig:
         historical_keys: paths of accepted keys that have no effect here.
         key_reports: every effective key and every given key that does not act, for `stoker config`.
         files: the YAML files that were merged.
+        preset_keys: paths whose values come from files of this package.
     """
 
     root: RootBlock
@@ -56,11 +57,16 @@ class RunConfig:
     historical_keys: tuple[str, ...] = ()
     key_reports: tuple[KeyReport, ...] = ()
     files: tuple[Path, ...] = ()
+    preset_keys: frozenset[str] = frozenset()
 
     @cached_property
     def resolved(self) -> ResolvedRun:
         """The keys, resolved for one process without a GPU (`resolve_run` for others)."""
         return resolve_run(self.root)
+
+    def is_set(self, path: str) -> bool:
+        """Return True if the user has set a key: in a file of their own, by an override or in a saved document."""
+        return path not in self.preset_keys and self.origins.get(path, DEFAULT_ORIGIN).kind != "default"
 
     @property
     def digest(self) -> str:

@@ -158,7 +158,7 @@ def evaluate(
         counted = labels[labels != IGNORE_INDEX].numpy()
         # Pad a smaller last batch, which a compiled model would recompile for.
         if len(labels) < batch_size and (number > 0 or ranks.world_size > 1 or pads_batches):
-            fields = {name: _pad_rows(name, field, batch_size) for name, field in fields.items()}
+            fields = {name: pad_rows(name, field, batch_size) for name, field in fields.items()}
         fields = fields if shard is None else shard(fields)
         losses.append(loss(**{name: field.to(device) for name, field in fields.items()}))
         if counts_targets:
@@ -178,7 +178,7 @@ def evaluate(
     return EvaluationResult(total / tokens, int(tokens), int(text_bytes))
 
 
-def _pad_rows(name: str, field: Tensor, rows: int) -> Tensor:
+def pad_rows(name: str, field: Tensor, rows: int) -> Tensor:
     """Append rows whose labels are ignored to a field; their attention mask is True.
 
     Routers skip these tokens because they have no label (`models/moe/token_mask.py`).

@@ -315,6 +315,35 @@ class Optimizer(torch.optim.Optimizer):
                         named[f"{name}.{key}"] = shard.with_local(tensor)
         return named
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of this rank by name (see `local_shards`), the settings of the groups and `updates`.
+
+        For Lightning's checkpoints; those of `stoker train` hold `local_shards`, which fit other layouts too.
+        """
+        groups = [{k: v for k, v in group.items() if k not in ("params", "names")} for group in self.param_groups]
+        state = {key: shard.local for key, shard in self.local_shards().items()}
+        return {"state": state, "param_groups": groups, "updates": self.step_count}
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
+        """Load what `state_dict` has returned, on the same layout; nothing is loaded from another one.
+
+        Raises:
+            ValueError: it is the state of another optimizer or of other parameters.
+        """
+        own, saved = {key: shard.local for key, shard in self.local_shards().items()}, state_dict["state"]
+        differing = sorted({*own, *saved} - {key for key in own if key in saved and own[key].shape == saved[key].shape})
+        if differing:
+            raise ValueError(
+                f"the optimizer state must be that of {type(self).__name__} for the same parameters, but differs in "
+                f"{', '.join(differing[:3])}; resume with the configuration of the checkpoint."
+            )
+        for key, tensor in own.items():
+            tensor.copy_(saved[key])
+        for group, settings in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            group.update(settings)
+        self.step_count = state_dict["updates"]
+
     def synchronize(self) -> None:
         """With `host`, wait until the state of the last step is in host memory; call before reading it there."""
         if self.host_state is not None:

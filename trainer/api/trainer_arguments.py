@@ -1,0 +1,168 @@
+"""What the configuration and the arguments of a `pl.Trainer` both say, made one: they agree, or the run is refused.
+
+An argument that is left at Lightning's default gives way to the configuration; a key that the user has not set gives
+way to the argument.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from pytorch_lightning.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
+from pytorch_lightning.utilities import rank_zero_warn
+
+from ..config.load import config_from_document
+from ..config.resolved_run import ResolvedRun, resolve_run
+from ..config.run_config import RunConfig
+from ..device.choose_device import compute_capability
+from ..lightning.lightning_imports import pl
+from ..utils.errors import UserError
+
+_PRECISIONS = {"32-true": "32", "64-true": "64", "bf16-mixed": "bf16-mixed", "bf16-true": "bf16-true"}
+"""`trainer.precision` for each supported `Trainer(precision=)`."""
+_ACTING = ("devices", "num_nodes", "precision", "max_steps", "max_epochs", "gradient_clip_val", "limit_val_batches")
+"""Keys of `trainer` that act with a `pl.Trainer`."""
+
+
+def resolve_for_trainer(config: RunConfig, trainer: pl.Trainer) -> ResolvedRun:
+    """Resolve a configuration for the devices, the precision and the length of a `pl.Trainer`.
+
+    Raises:
+        UserError: key and argument contradict each other, or the trainer cannot do what the configuration asks for;
+            lists every reason.
+    """
+    keys, problems = config.root.trainer, []
+    changes: dict[str, Any] = {"devices": trainer.num_devices, "num_nodes": trainer.num_nodes}
+    given = {
+        "gradient_clip_val": (trainer.gradient_clip_val, None),
+        "max_steps": (trainer.max_steps, -1),
+        "devices": (trainer.num_devices, None),
+        "num_nodes": (trainer.num_nodes, None),
+    }
+    for name, (argument, default) in given.items():
+        value = getattr(keys, name)
+        if argument == default or argument == value:
+            continue
+        if config.is_set(f"trainer.{name}"):
+            problems.append(
+                f"`trainer.{name}` ({value}) and Trainer({name}={argument}) must be equal; set trainer.{name}={argument}"
+            )
+        changes[name] = argument
+    changes["precision"] = _precision(config, str(trainer.precision), problems)
+    changes["deterministic"] = keys.deterministic or torch.are_deterministic_algorithms_enabled()
+    problems += _unsupported(config, trainer)
+    if problems:
+        raise UserError(problems)
+    document = {**config.document, "trainer": {**config.document["trainer"], **changes}}
+    device = trainer.strategy.root_device
+    root = config_from_document(document, trusted=True, origin="the arguments of Trainer").root
+    return resolve_run(root, world_size=trainer.world_size, capability=compute_capability(device))
+
+
+def set_accumulation(run: ResolvedRun, trainer: pl.Trainer) -> int:
+    """Let the trainer accumulate the micro batches of a global batch; return their number on each data-parallel rank.
+
+    Raises:
+        UserError: `Trainer(accumulate_grad_batches=)` gives another number.
+    """
+    needed, given = run.micro_batches, trainer.accumulate_grad_batches
+    if given not in (1, needed):
+        size = run.model.micro_batch_size * run.mesh.data
+        raise UserError(
+            f"`model.global_batch_size` ({run.model.global_batch_size}) is {needed} micro batches on each of "
+            f"{run.mesh.data} data-parallel ranks, but Trainer(accumulate_grad_batches={given}); leave the argument "
+            f"out, or set model.global_batch_size={size * given}"
+        )
+    trainer.accumulate_grad_batches = needed
+    return needed
+
+
+def schedule_length(config: RunConfig, run: ResolvedRun, trainer: pl.Trainer) -> int:
+    """Return the optimizer steps of the run: those of the user's `trainer.max_steps`, or else of the trainer."""
+    if trainer.max_steps == -1 and not config.is_set("trainer.max_steps"):
+        steps = trainer.estimated_stepping_batches
+        if math.isfinite(steps):
+            return int(steps)
+    return run.trainer.max_steps
+
+
+def warn_of_unused_keys(config: RunConfig) -> None:
+    """Warn once of keys the user has set for which a `pl.Trainer` has arguments or callbacks of its own."""
+    unused = sorted(
+        path
+        for path in config.origins
+        if config.is_set(path)
+        and path.startswith(("trainer.", "exp_manager."))
+        and not path.startswith(tuple(f"trainer.{name}" for name in _ACTING))
+    )
+    if unused:
+        rank_zero_warn(
+            f"these keys act in `stoker train` only; a pl.Trainer has arguments and callbacks instead: {', '.join(unused)}"
+        )
+
+
+def _precision(config: RunConfig, argument: str, problems: list[str]) -> Any:
+    """Return `trainer.precision` for a `Trainer(precision=)`."""
+    value = config.root.trainer.precision
+    if argument not in _PRECISIONS:
+        problems.append(
+            f"Trainer(precision={argument!r}) is not supported; use 32-true, bf16-mixed, bf16-true or 64-true"
+        )
+        return value
+    if value is None:
+        return _PRECISIONS[argument]
+    matches = "32-true" if value == "bf16" else next(a for a, k in _PRECISIONS.items() if str(value) in (a, k))
+    if argument != matches:
+        problems.append(
+            f"`trainer.precision` ({value}) needs Trainer(precision={matches!r}), but it is {argument!r}; change one"
+        )
+    return value
+
+
+def _unsupported(config: RunConfig, trainer: pl.Trainer) -> Iterator[str]:
+    """Yield what this trainer cannot do."""
+    model, strategy = config.root.model, trainer.strategy
+    command = "train with stoker train, or"
+    if model.rampup_batch_size:
+        yield (
+            f"`model.rampup_batch_size` ({model.rampup_batch_size}) needs another number of micro batches in each step, "
+            f"which a pl.Trainer does not have; {command} ~model.rampup_batch_size"
+        )
+    if model.enable_cuda_graph:
+        yield f"`model.enable_cuda_graph` (True) needs the loop of stoker; {command} model.enable_cuda_graph=null"
+    if config.root.exp_manager.ema.enable:
+        yield (
+            "`exp_manager.ema.enable` (True) needs the loop of stoker; "
+            f"{command} exp_manager.ema.enable=False and Lightning's WeightAveraging callback"
+        )
+    if trainer.gradient_clip_algorithm not in (None, "norm"):
+        yield f"Trainer(gradient_clip_algorithm={trainer.gradient_clip_algorithm!r}) is not supported; use 'norm'"
+    for name in ("pipeline_model_parallel_size", "context_parallel_size"):
+        if (size := getattr(model, name)) > 1:
+            yield f"`model.{name}` ({size}) needs the strategy of stoker; {command} model.{name}=1"
+    if isinstance(strategy, ModelParallelStrategy):
+        tensor = strategy.device_mesh["tensor_parallel"].size()
+        if tensor != model.tensor_model_parallel_size:
+            yield (
+                f"`model.tensor_model_parallel_size` ({model.tensor_model_parallel_size}) and "
+                f"ModelParallelStrategy(tensor_parallel_size={tensor}) must be equal; set "
+                f"model.tensor_model_parallel_size={tensor}"
+            )
+        return
+    if not isinstance(strategy, SingleDeviceStrategy | DDPStrategy):
+        yield (
+            f"Trainer(strategy={type(strategy).__name__}) is not supported; use a single device, 'ddp', or "
+            "ModelParallelStrategy for sharded parameters (FSDP2) and tensor parallelism"
+        )
+        return
+    sharded = {
+        "fsdp": model.fsdp,
+        "tensor_model_parallel_size": model.tensor_model_parallel_size > 1 and model.tensor_model_parallel_size,
+        "expert_model_parallel_size": model.expert_model_parallel_size > 1 and model.expert_model_parallel_size,
+    }
+    for name, value in sharded.items():
+        if value and trainer.world_size > 1:
+            yield f"`model.{name}` ({value}) shards the model, but the strategy does not; use ModelParallelStrategy"
