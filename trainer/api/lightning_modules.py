@@ -51,8 +51,8 @@ class TransformerModule(pl.LightningModule):
 
     Args:
         config: from `stoker.load_config`; or its document, as checkpoints of Lightning's have it.
-        vocab_size: vocabulary size of the tokenizer; None: that of the `TokenDataModule` that the Trainer has, or of the
-            tokenizer in the configuration.
+        vocab_size: vocabulary size of the tokenizer; None: that of the Trainer's `TokenDataModule`, or of the tokenizer
+            in the configuration.
 
     Attributes:
         model: the model, after `configure_model`.
@@ -121,7 +121,6 @@ class TransformerModule(pl.LightningModule):
             self._data_parallel,
             self._mesh,
         )
-        # Lightning's summary and its moves of modules between devices see the parameters; they are in place.
         data = self._mesh.data if self._mesh is not None else ranks_of(trainer)
         total = self._run.model.global_batch_size // self._run.model.micro_batch_size
         self._expert_balancer = build_expert_balancer(self._run.model, self.model, lambda step: total, data)

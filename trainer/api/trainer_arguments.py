@@ -44,11 +44,12 @@ def resolve_for_trainer(config: RunConfig, trainer: pl.Trainer) -> ResolvedRun:
     }
     for name, (argument, default) in given.items():
         value = getattr(keys, name)
-        if argument == default or argument == value:
+        if argument in (default, value):
             continue
         if config.is_set(f"trainer.{name}"):
             problems.append(
-                f"`trainer.{name}` ({value}) and Trainer({name}={argument}) must be equal; set trainer.{name}={argument}"
+                f"`trainer.{name}` ({value}) and Trainer({name}={argument}) must be equal; set "
+                f"trainer.{name}={argument}"
             )
         changes[name] = argument
     changes["precision"] = _precision(config, str(trainer.precision), problems)
@@ -100,7 +101,8 @@ def warn_of_unused_keys(config: RunConfig) -> None:
     )
     if unused:
         rank_zero_warn(
-            f"these keys act in `stoker train` only; a pl.Trainer has arguments and callbacks instead: {', '.join(unused)}"
+            f"these keys act in `stoker train` only; a pl.Trainer has arguments and callbacks instead: "
+            f"{', '.join(unused)}"
         )
 
 
@@ -114,10 +116,11 @@ def _precision(config: RunConfig, argument: str, problems: list[str]) -> Any:
         return value
     if value is None:
         return _PRECISIONS[argument]
-    matches = "32-true" if value == "bf16" else next(a for a, k in _PRECISIONS.items() if str(value) in (a, k))
-    if argument != matches:
+    # `32-true`, the default, leaves the dtypes of the module alone: they are those of the configuration.
+    if argument != "32-true" and str(value) not in (argument, _PRECISIONS[argument]):
         problems.append(
-            f"`trainer.precision` ({value}) needs Trainer(precision={matches!r}), but it is {argument!r}; change one"
+            f"`trainer.precision` ({value}) and Trainer(precision={argument!r}) must be equal; set trainer.precision="
+            f"{_PRECISIONS[argument]}, or leave the argument out"
         )
     return value
 
@@ -128,7 +131,7 @@ def _unsupported(config: RunConfig, trainer: pl.Trainer) -> Iterator[str]:
     command = "train with stoker train, or"
     if model.rampup_batch_size:
         yield (
-            f"`model.rampup_batch_size` ({model.rampup_batch_size}) needs another number of micro batches in each step, "
+            f"`model.rampup_batch_size` ({model.rampup_batch_size}) needs a varying number of micro batches in a step, "
             f"which a pl.Trainer does not have; {command} ~model.rampup_batch_size"
         )
     if model.enable_cuda_graph:
