@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
+from pytorch_lightning.loggers import Logger
 
 from ..kernels.attention.dispatch import format_selections
 from ..models.build import LanguageModel
@@ -25,7 +28,9 @@ from .data.build_datasets import Data
 from .device.determinism import attention_flags
 from .distributed.process_group import DistributedContext, describe_process
 from .evaluation.held_out_loss import EvaluationResult
+from .lightning.lightning_imports import pl
 from .lightning.lightning_trainer import fit
+from .lightning.user_loggers import RunMetricsLogger
 from .plan.report import measured_line
 from .utils.errors import EXIT_OK
 
@@ -63,7 +68,12 @@ def train(config: RunConfig) -> int:
 
 
 def run_training(
-    config: RunConfig, ranks: DistributedContext | None = None, *, seconds: float | None = None
+    config: RunConfig,
+    ranks: DistributedContext | None = None,
+    *,
+    seconds: float | None = None,
+    callbacks: Sequence[pl.Callback] = (),
+    loggers: Sequence[Logger] = (),
 ) -> TrainingResult:
     """Train as configured, from scratch or from a checkpoint.
 
@@ -71,11 +81,13 @@ def run_training(
         config: the same on every rank.
         ranks: the initialized ranks of the run; None for a single process.
         seconds: shorten the run, of a single process, and its learning rate schedule if training would take longer.
+        callbacks: Lightning callbacks of the user.
+        loggers: Lightning loggers of the user.
 
     Raises:
         UserError: the configuration is not supported on this machine, training diverged, or the disk is full.
     """
-    with open_run(config, ranks or DistributedContext()) as run:
+    with open_run(config, ranks or DistributedContext(), callbacks, loggers) as run:
         state = build_training_state(run)
         _record_start(run, state)
         loop = build_training_loop(run, state, seconds)
@@ -124,7 +136,12 @@ def _fit(run: RunContext, loop: TrainingLoop) -> str | None:
             stop_reason = run.stop.apply_flags(run.ranks.all_reduce_flags(run.stop.flags))  # received during setup
             if stop_reason is None:
                 with closing(module.dataloader), loop.watchdog:
-                    fit(module, callback, max_steps, run.device, run.ranks)
+                    users: dict[str, Any] = {}
+                    if run.callbacks.callbacks or run.loggers:
+                        own = RunMetricsLogger(run.logger.log_values, str(run.directory.path))
+                        users = {"users": run.callbacks.callbacks, "loggers": [*run.loggers, own]}
+                        users["log_every_n_steps"] = run.resolved.trainer.log_every_n_steps
+                    fit(module, callback, max_steps, run.device, run.ranks, **users)
     finally:
         loop.profilers.close()
         loop.saver.wait()

@@ -92,7 +92,8 @@ class TransformerModule(pl.LightningModule):
         """Call the model; see `stoker.models`' `GPT.forward`, `T5.forward` and `BERT.forward`."""
         if self.model is None:
             self.configure_model()
-        return self.model(*args, **kwargs)
+        model: Any = self.model
+        return model(*args, **kwargs)
 
     def configure_model(self) -> None:
         """Build the model with its initial weights on the device of the Trainer; on the CPU without one.

@@ -42,6 +42,8 @@ class StopFlag(IntFlag):
     HANGUP = 128
     FAILING = 256
     """The logs cannot be written: the run ends with an error, after it has saved."""
+    CALLBACK = 512
+    """A callback of the user has set `trainer.should_stop`."""
 
 
 _FLAGS = {
@@ -127,6 +129,8 @@ class StopHandler:
         if flags & StopFlag.FAILING:
             self.is_failing = True
             return "logs that cannot be written"
+        if flags & StopFlag.CALLBACK:
+            return "a callback"
         for flag, key in _LIMITS.items():
             if flags & flag:
                 return f"{key}={self._limits.get(flag, 'reached')}"

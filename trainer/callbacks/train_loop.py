@@ -41,6 +41,7 @@ from .preemption import INTERRUPTING_FLAGS, AllReduceFlags, StopFlag, StopHandle
 from .profiler import ProfilerList
 from .reporting import StepReporter, ThroughputFactors
 from .step_limit import StepLimit
+from .user_callbacks import UserCallbacks
 from .watchdog import StepTimer
 
 ValidateFunction = Callable[[int | None, Callable[[], bool] | None], EvaluationResult]
@@ -72,6 +73,7 @@ class TrainLoopCallback(pl.Callback):
         events: the events of the run.
         timer: measures the steps.
         limit: when the run ends; by default after `trainer.max_steps`.
+        users: the user's callbacks, which are called before this one and around its validations.
         on_shorten: called when `limit` has shortened the run.
 
     Attributes:
@@ -107,12 +109,16 @@ class TrainLoopCallback(pl.Callback):
         events: RunEvents | None = None,
         timer: StepTimer | None = None,
         limit: StepLimit | None = None,
+        users: UserCallbacks | None = None,
         on_shorten: Callable[[], None] | None = None,
     ) -> None:
         state = state or LoopState.model_validate({})
         self._keys = keys
         self.limit = limit or StepLimit(keys.max_steps)
         self._on_shorten = on_shorten
+        self._users = users or UserCallbacks()
+        self._users.load_state(state.callbacks)
+        self._user_stops = False
         self._params = manager.checkpoint_callback_params
         self._interval = self._params.train_time_interval
         self._save_interval = save_interval
@@ -195,6 +201,7 @@ class TrainLoopCallback(pl.Callback):
         """Log, validate, save and stop as due after this step."""
         assert isinstance(pl_module, LanguageModule)
         self._timer.end_step()
+        self._take_stop(trainer)
         if self._save_interval is not None and self._is_saving():
             self._background_seconds += max(0.0, self._timer.last - (self._timer.median or 0.0))
         with self._report_divergence():
@@ -238,18 +245,25 @@ class TrainLoopCallback(pl.Callback):
             self._reporter.start(module, restart=True)  # only logged, so the read is deferred to avoid a sync
         elif first or regular or saves or last:
             metrics = self._reporter.report(module, restart=regular)
+            self._users.publish(module.trainer, metrics)
             flags |= self._own_failure()
             if flags & StopFlag.FAILING:
                 reason, saves = self._stop.apply_flags(flags), self._save is not None
             if validates or saves:
                 self._timer.pause()
             if validates:
+                self._users.on_validation_start(module.trainer, module)
                 validation = self._run_validation(step, flags)
                 self.validation_pending = validation is None
                 if validation is None:
                     reason, saves = self._stop.apply_flags(self._pending_signals), self._save is not None
                 else:
                     metrics |= validation
+                    self._users.on_validation_end(module.trainer, module, metrics)
+                    self._take_stop(module.trainer)
+                    if self._user_stops and not (last or self._flags_are_async):
+                        reason = reason or self._stop.apply_flags(StopFlag.CALLBACK)
+                        saves = saves or (self._save is not None and self._saves_last())
             if checks and self._early_stopping is not None and not self.validation_pending:
                 stopping = self._check_progress(self._early_stopping, step, metrics)
                 if stopping is not None and not last:
@@ -295,11 +309,17 @@ class TrainLoopCallback(pl.Callback):
         return reduced
 
     def _local_flags(self) -> int:
-        return self._stop.flags | (StopFlag.FAILING if self._logger.failure is not None else 0)
+        failing = StopFlag.FAILING if self._logger.failure is not None else 0
+        return self._stop.flags | failing | (StopFlag.CALLBACK if self._user_stops else 0)
 
     def _own_failure(self) -> int:
         """Return the flag of logs that failed in this step; with several ranks it is reduced with those of the next."""
         return 0 if self._flags_are_async else self._local_flags() & StopFlag.FAILING
+
+    def _take_stop(self, trainer: pl.Trainer) -> None:
+        """Take over the wish of a user's callback to stop, on which all ranks must act in the same step."""
+        self._user_stops |= trainer.should_stop
+        trainer.should_stop = False
 
     def _is_save_due(self, step: int) -> bool:
         every = self._params.every_n_train_steps
@@ -366,6 +386,7 @@ class TrainLoopCallback(pl.Callback):
         state = self._monitor.state().model_copy(update={"validation_due": self.validation_pending})
         if self._early_stopping is not None:
             state = state.model_copy(update={"patience": self._early_stopping.state})
+        state = state.model_copy(update={"callbacks": self._users.state()})
         if self._expert_load is not None:
             state = state.model_copy(update={"expert_load": self._expert_load.sums})
             self._save_expert_load(draw=False)

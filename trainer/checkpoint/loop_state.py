@@ -6,7 +6,7 @@ uninterrupted one.
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import Field
 
@@ -47,3 +47,5 @@ class LoopState(ConfigBlock):
     """Sums of each MoE layer since the last regular report; empty right after one."""
     patience: EarlyStoppingState = EarlyStoppingState.model_validate({})
     """State of early stopping."""
+    callbacks: dict[str, Any] = Field(default={})
+    """State of the user's callbacks, by `state_key`."""

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import gc
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from pytorch_lightning.loggers import Logger
 
 from ...models.build import ModelPlan
 from ...models.memory.host_copies import HostMemoryError
 from ..callbacks.preemption import StopHandler
 from ..callbacks.profiler import check_profiling
+from ..callbacks.user_callbacks import UserCallbacks
 from ..checkpoint.reader import Checkpoint, open_checkpoint
 from ..checkpoint.run_directory import RunDirectory, open_run_directory
 from ..config.resolved_run import ResolvedRun, resolve_run
@@ -27,6 +29,8 @@ from ..device.cuda_graph_support import uses_cuda_graph
 from ..device.determinism import deterministic_algorithms
 from ..distributed.mesh import Mesh, build_mesh, layout_on
 from ..distributed.process_group import DistributedContext
+from ..lightning.lightning_imports import pl
+from ..lightning.user_loggers import UserLogger, build_loggers
 from ..loggers.logger_backends import LoggedRun, check_loggers
 from ..loggers.progress_bar import ProgressDisplay
 from ..loggers.run_events import RunEvents, read_events
@@ -64,6 +68,8 @@ class RunContext:
         events: the events of the run; likewise.
         past_events: those of earlier starts, on rank 0.
         plan: predicted memory and time.
+        callbacks: Lightning callbacks of the user.
+        loggers: Lightning loggers of the user.
     """
 
     config: RunConfig
@@ -81,6 +87,8 @@ class RunContext:
     events: RunEvents
     past_events: list[dict[str, Any]]
     plan: Plan
+    callbacks: UserCallbacks
+    loggers: list[Logger]
 
     @property
     def first_step(self) -> int:
@@ -89,8 +97,19 @@ class RunContext:
 
 
 @contextmanager
-def open_run(config: RunConfig, ranks: DistributedContext) -> Iterator[RunContext]:
+def open_run(
+    config: RunConfig,
+    ranks: DistributedContext,
+    callbacks: Sequence[pl.Callback] = (),
+    loggers: Sequence[Logger] = (),
+) -> Iterator[RunContext]:
     """Prepare a run and log its start; within the context, failed allocations and errors are reported to the user.
+
+    Args:
+        config: the configuration.
+        ranks: the ranks of the run.
+        callbacks: Lightning callbacks of the user, besides those of `trainer.callbacks`.
+        loggers: Lightning loggers of the user, besides those of `exp_manager.loggers`.
 
     Raises:
         UserError: the configuration is not supported on this machine, the data or the checkpoint cannot be used, or the
@@ -103,6 +122,8 @@ def open_run(config: RunConfig, ranks: DistributedContext) -> Iterator[RunContex
     device = choose_device(root.trainer, ranks.local_rank)
     resolved = resolve_run(root, world_size=ranks.world_size, capability=compute_capability(device))
     check_loggers(resolved.exp_manager)
+    users = UserCallbacks(resolved.trainer.callbacks or (), callbacks)
+    own_loggers = build_loggers(resolved.exp_manager.loggers, loggers)
     check_profiling(resolved.model.memory_profile, device)
     free_previous_runs(device)
     with ExitStack() as stack:
@@ -126,6 +147,8 @@ def open_run(config: RunConfig, ranks: DistributedContext) -> Iterator[RunContex
         ]
         directory, resumed, lines = _open_directory_and_checkpoint(config, ranks, stack)
         logger = stack.enter_context(_open_logger(config, resolved, ranks, directory, resumed))
+        for own in own_loggers if ranks.is_rank_zero else ():
+            logger.add(type(own).__name__, UserLogger(own, config.document))
         for line in [f"run directory {directory.path}", *lines, *(f"warning: {text}" for text in warnings)]:
             logger.log(line)
         plan = make_plan(resolved, local_target(resolved, device), vocab_size=data.vocab_size, model_plan=model_plan)
@@ -150,6 +173,8 @@ def open_run(config: RunConfig, ranks: DistributedContext) -> Iterator[RunContex
             events=events,
             past_events=read_events(directory.path) if ranks.is_rank_zero else [],
             plan=plan,
+            callbacks=users,
+            loggers=own_loggers,
         )
 
 

@@ -126,6 +126,7 @@ def build_training_loop(run: RunContext, state: TrainingState, seconds: float | 
         events=run.events,
         timer=timer,
         limit=limit,
+        users=run.callbacks,
         on_shorten=lambda: _shorten(run, module, limit.max_steps),
     )
     watchdog = Watchdog(timer, resolved.trainer.step_timeout, run.directory.path, ranks)

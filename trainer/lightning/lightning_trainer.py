@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from pytorch_lightning.loggers import Logger
 from torch import Tensor
 
 from ..distributed.process_group import DistributedContext
@@ -18,24 +19,44 @@ from .lightning_module import LanguageModule
 
 
 def fit(
-    module: LanguageModule, callback: pl.Callback, max_steps: int, device: torch.device, ranks: DistributedContext
+    module: LanguageModule,
+    callback: pl.Callback,
+    max_steps: int,
+    device: torch.device,
+    ranks: DistributedContext,
+    *,
+    users: Sequence[pl.Callback] = (),
+    loggers: Sequence[Logger] = (),
+    log_every_n_steps: int = 50,
 ) -> None:
     """Run Lightning's training loop from the module's step to `max_steps`.
 
-    The trainer is barebones: `callback` and `module` implement logging, validation, checkpointing and precision.
-    It launches no processes, whatever the cluster environment.
+    `callback` and `module` implement logging, validation, checkpointing and precision. Without callbacks and loggers of
+    the user the trainer is barebones. It launches no processes, whatever the cluster environment.
+
+    Args:
+        module: model, optimizer and dataloader.
+        callback: called after those of the user.
+        users: callbacks of the user.
+        loggers: loggers for what these log.
+        log_every_n_steps: steps between two of its records.
     """
     environment = LightningEnvironment()  # given explicitly, so that Lightning does not detect a cluster of its own
     environment.set_world_size(ranks.world_size)
     environment.set_global_rank(ranks.rank)
+    options: dict[str, Any] = {"barebones": True}
+    if users or loggers:  # `check_val_every_n_epoch=None`: callbacks check after validations, not after the one epoch
+        options = dict.fromkeys(("enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+        options |= {"logger": list(loggers), "log_every_n_steps": log_every_n_steps}
+        options |= {"check_val_every_n_epoch": None, "val_check_interval": max_steps}
     with _quiet_lightning():
         trainer = pl.Trainer(
-            barebones=True,
+            **options,
             accelerator=device.type,
             devices=1 if device.type != "cuda" else [device.index or 0],
             strategy=_ResidentStrategy(device) if ranks.world_size == 1 else MeshStrategy(device, ranks),
             plugins=[environment],
-            callbacks=[callback],
+            callbacks=[*users, callback],
             max_steps=max_steps,
             max_epochs=-1,
             limit_val_batches=0,

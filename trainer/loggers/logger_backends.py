@@ -118,6 +118,8 @@ class LoggerKeys(ConfigBlock):
     """Settings of MLflow."""
     create_csv_logger: bool = extension_field(False)
     """Write metrics.csv beside metrics.jsonl."""
+    loggers: list[NonEmptyText] = extension_field([])
+    """Lightning loggers of your own, by the names they are registered under (docs/extend.md)."""
 
 
 class LoggedRun(NamedTuple):

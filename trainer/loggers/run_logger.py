@@ -49,6 +49,7 @@ class RunLogger:
         self._progress = progress
         self._metrics = self._log = None
         self._loggers: dict[str, MetricLogger] = {}
+        self._added: dict[str, MetricLogger] = {}
         self._warned: set[str] = set()
         self._defers = False
         self.failure: UserError | None = None
@@ -141,6 +142,14 @@ class RunLogger:
             with self._failures():
                 self.log_to_file(self._progress.show_validation(step, metrics))
 
+    def add(self, name: str, logger: MetricLogger) -> None:
+        """Log to another logger too."""
+        self._added[name] = logger
+
+    def log_values(self, step: int, metrics: dict[str, float]) -> None:
+        """Log metrics of a user's callback, except to loggers that were added, which have them."""
+        self._write(step, metrics, "train", added=False)
+
     def shorten(self, max_steps: int) -> None:
         """Show and log that the run ends after `max_steps`."""
         if self._progress is not None:
@@ -155,26 +164,26 @@ class RunLogger:
         """
         if self._progress is not None:
             self._progress.close()
-        for name, logger in self._loggers.items():
+        for name, logger in {**self._loggers, **self._added}.items():
             try:
                 logger.close(failed=failed)
             except Exception as error:
                 self._warn(name, error, closing=True)
-        self._loggers = {}
+        self._loggers, self._added = {}, {}
         for file in (self._metrics, self._log):
             if file is not None:
                 with suppress(OSError):  # a failed write of the buffered rest has been reported before
                     file.close()
         self._metrics = self._log = None
 
-    def _write(self, step: int, metrics: dict[str, float], group: str) -> None:
+    def _write(self, step: int, metrics: dict[str, float], group: str, *, added: bool = True) -> None:
         if self._metrics is None:
             return
         finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
         with self._failures():
             self._metrics.write(json.dumps({"step": step, **finite, "time": round(time.time(), 3)}) + "\n")
             self._metrics.flush()
-        for name, logger in self._loggers.items():
+        for name, logger in (self._loggers | (self._added if added else {})).items():
             try:
                 logger.log(step, metrics, group)
             except Exception as error:

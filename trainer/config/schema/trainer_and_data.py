@@ -68,6 +68,8 @@ class TrainerBlock(ConfigBlock):
     fast_dev_run: bool | Annotated[int, Field(ge=0)] = False
     """Run this many training steps (True: 1) and validation batches as a smoke test, in the subdirectory `fast_dev_run`
     of the run directory, without checkpoints or loggers."""
+    callbacks: list[NonEmptyText] | None = extension_field(None)
+    """Lightning callbacks of your own, by the names they are registered under (docs/extend.md)."""
     profiler: Literal["simple", "pytorch"] | None = None
     """`simple`: wall-clock time per phase of the run. `pytorch`: a torch.profiler trace of `profile_steps` for
     chrome://tracing and a table of operators. Both are written to `profile` in the run directory."""
