@@ -18,11 +18,11 @@ from stoker.kernels.attention.dispatch import NoBackendError
 from stoker.models.build import LanguageModel, build_model
 from stoker.models.config.batch_shape import BatchSpec
 from stoker.models.dispatch.attention_calls import CallKind
-from stoker.trainer.cli.explain import ARCHITECTURES
 from stoker.trainer.cli.main import main
 from stoker.trainer.config.load import load_run_config
 from stoker.trainer.config.schema.root import RootBlock
 from stoker.trainer.device.determinism import attention_flags
+from stoker.trainer.plan.attention_report import ARCHITECTURES
 from stoker.trainer.train import run_training
 from tests.helpers.resolved import batch_spec
 

@@ -24,13 +24,13 @@ from stoker.models.config.gpt import GPTKeys
 from stoker.models.gpt import GPT
 from stoker.models.incremental_decoding import GPTDecoder, kv_cache_bytes
 from stoker.trainer.cli import main
-from stoker.trainer.cli.generate import encode_prompt
 from stoker.trainer.config.run_precision import RunPrecision
 from stoker.trainer.conversion.load_model import load_model
 from stoker.trainer.data.tokenizers.tokenizer import ByteTokenizer, CharTokenizer
 from stoker.trainer.generation import text_generator
 from stoker.trainer.generation.beam_search import BeamSearchConfig
 from stoker.trainer.generation.decode_loop import DecodeLoop
+from stoker.trainer.generation.prompts import encode_prompt
 from stoker.trainer.generation.sampling import SamplingParams
 from stoker.trainer.generation.text_generator import Generator, StoppingCriteria, generate_batch
 from stoker.trainer.train import run_training

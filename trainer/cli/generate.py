@@ -6,7 +6,7 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -162,24 +162,18 @@ def run(args: argparse.Namespace) -> int:
 
 def _generate(args: argparse.Namespace, prompts: list[_Prompt], restored: LoadedModel) -> int:
     from ...models.t5 import T5
-    from ..data.tasks.chats import end_of_turn
-    from ..data.tasks.sentinels import sentinel_ids, sentinel_name
+    from ..generation.prompts import build_generator, encode_prompts, stop_strings
     from ..generation.sampling import SamplingParams
-    from ..generation.text_generator import Generator, StoppingCriteria
+    from ..generation.text_generator import StoppingCriteria
 
     is_t5 = isinstance(restored.model, T5)
-    names: dict[int, str] = {}
-    if is_t5:
-        names = {int(token): sentinel_name(number) for number, token in enumerate(sentinel_ids(restored.tokenizer))}
-    generator = Generator.from_restored(restored, names)
-    read = _tokens(restored, prompts, chat=args.chat)
+    generator = build_generator(restored)
+    given = [(prompt.text or "") if prompt.messages is None else prompt.messages for prompt in prompts]
+    read = encode_prompts(restored, given, chat=args.chat)
     _check_lengths(generator, read, args.num_beams)
     if args.compile:
         generator.compile()
-    stop = list(args.stop)
-    if args.chat and (end := end_of_turn(restored.tokenizer)):
-        stop.append(end)
-    limits = StoppingCriteria(args.max_new_tokens, stop)
+    limits = StoppingCriteria(args.max_new_tokens, stop_strings(restored, args.stop, chat=args.chat))
     sampling = SamplingParams(
         0.8 if args.temperature is None else args.temperature, args.top_k, args.top_p, args.repetition_penalty or 1.0
     )
@@ -270,54 +264,6 @@ def _prompt_of(line: str, *, chat: bool) -> _Prompt:
         return _Prompt(document["prompt"], line=document)
     wanted = 'a string "prompt"' + (' or a list "messages"' if chat else "")
     raise ValueError(f"must be a JSON object with {wanted}")
-
-
-def _tokens(restored: LoadedModel, prompts: Sequence[_Prompt], *, chat: bool) -> list[list[int]]:
-    """Encode the prompts.
-
-    Raises:
-        UserError: text that the tokenizer cannot encode, no text for a T5, or messages that the template rejects.
-    """
-    from ...models.t5 import T5
-    from ..data.tasks.sentinels import encode_with_sentinels
-
-    tokenizer = restored.tokenizer
-    if isinstance(restored.model, T5):
-        if chat:
-            raise UserError("--chat is not supported for T5; give its input with --prompt")
-        if not all(prompt.text for prompt in prompts):
-            raise UserError("stoker generate: a T5 needs an input text; give one with --prompt or --prompt-file")
-        ends = [] if tokenizer.eos_id is None else [tokenizer.eos_id]
-        return [[*encode_with_sentinels(tokenizer, prompt.text or ""), *ends] for prompt in prompts]
-    if chat:
-        return list(_conversations(restored, prompts))
-    return [encode_prompt(restored, prompt.text or "") for prompt in prompts]
-
-
-def encode_prompt(restored: LoadedModel, text: str) -> list[int]:
-    """Encode a text for a GPT to continue; for empty text return the tokens that start a document."""
-    tokenizer = restored.tokenizer
-    tokens = [*restored.prompt_prefix, *(tokenizer.encode(text).tolist() if text else [])]
-    if tokens:
-        return tokens
-    if tokenizer.eos_id is not None:
-        return [tokenizer.eos_id]
-    return tokenizer.encode("\n").tolist() if "\n" in tokenizer.decode(range(tokenizer.vocab_size)) else [0]
-
-
-def _conversations(restored: LoadedModel, prompts: Sequence[_Prompt]) -> Iterator[list[int]]:
-    """Encode conversations up to the start of the assistant's answer."""
-    from ..data.tasks.chat_files import get_chat_template
-    from ..data.tasks.chats import encode_rendered_text
-
-    if restored.tokenizer.chat_template is None and not restored.config.root.model.data.chat:
-        print("note: the model has no chat template; using ChatML", file=sys.stderr)
-    with get_chat_template(restored.tokenizer).start_renderer() as renderer:
-        for prompt in prompts:
-            messages = prompt.messages
-            if messages is None:
-                messages = [{"role": "user", "content": prompt.text}]
-            yield encode_rendered_text(restored.tokenizer, renderer.render_prompt(messages))
 
 
 def _check_lengths(generator: Generator, read: Sequence[Sequence[int]], beams: int) -> None:
