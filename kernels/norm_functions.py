@@ -28,7 +28,18 @@ class NormFactors(NamedTuple):
 
 
 def layer_norm(inputs: Tensor, weight: Tensor, bias: Tensor, *, epsilon: float, zero_centered: bool = False) -> Tensor:
-    """Return (x - mean) / sqrt(variance + epsilon) * gain + bias over the last dimension (arXiv 1607.06450)."""
+    """Return (x - mean) / sqrt(variance + epsilon) * gain + bias over the last dimension (arXiv 1607.06450).
+
+    Args:
+        inputs: (..., h), any floating dtype; computed in fp32 (fp64 for fp64) and rounded once.
+        weight: (h,), the gain.
+        bias: (h,).
+        epsilon: added to the variance.
+        zero_centered: the gain is 1 + `weight` (NeMo's layernorm1p).
+
+    Returns:
+        Same shape and dtype as `inputs`.
+    """
     if not zero_centered and weight.dtype == inputs.dtype:
         return F.layer_norm(inputs, weight.shape, weight, bias, epsilon)  # accumulates in fp32 itself
     accumulate = torch.promote_types(inputs.dtype, torch.float32)
@@ -42,6 +53,16 @@ def rms_norm(
     """Return inputs / sqrt(mean(inputs^2) + epsilon) * gain over the last dimension (arXiv 1910.07467).
 
     Outside training and without gradients PyTorch's fused kernel may be used, which also rounds once.
+
+    Args:
+        inputs: (..., h), any floating dtype; computed in fp32 (fp64 for fp64) and rounded once.
+        weight: (h,), the gain.
+        epsilon: added to the mean square.
+        zero_centered: the gain is 1 + `weight`.
+        training: the result is differentiated.
+
+    Returns:
+        Same shape and dtype as `inputs`.
     """
     if not training and _use_fused_kernel(inputs, weight, zero_centered):
         return F.rms_norm(inputs, weight.shape, weight, epsilon)

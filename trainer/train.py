@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from pytorch_lightning.loggers import Logger
+from torch._C._distributed_c10d import Store, TCPStore
 
 from ..kernels.attention.dispatch import format_selections
 from ..models.build import LanguageModel
@@ -26,12 +27,14 @@ from .core.training_loop import TrainingLoop, build_training_loop
 from .core.training_state import TrainingState, build_training_state
 from .data.build_datasets import Data
 from .device.determinism import attention_flags
-from .distributed.process_group import DistributedContext, describe_process
+from .distributed.placement import Placement
+from .distributed.process_group import DistributedContext, describe_process, init_distributed, shutdown_distributed
 from .evaluation.held_out_loss import EvaluationResult
 from .lightning.lightning_imports import pl
 from .lightning.lightning_trainer import fit
 from .lightning.user_loggers import RunMetricsLogger
 from .plan.report import measured_line
+from .utils.environment import has_rendezvous
 from .utils.errors import EXIT_OK
 
 
@@ -96,6 +99,56 @@ def run_training(
         if run.logger.failure is not None:
             raise run.logger.failure
         return result
+
+
+def train_as_rank(
+    config: RunConfig,
+    placement: Placement,
+    *,
+    callbacks: Sequence[pl.Callback] = (),
+    loggers: Sequence[Logger] = (),
+) -> TrainingResult:
+    """Train as a rank started by torchrun or srun; see `run_training`."""
+    store = None
+    if not has_rendezvous():  # srun sets ranks but no rendezvous
+        assert placement.rendezvous is not None
+        host, port = placement.rendezvous
+        store = TCPStore(host, port, placement.world_size, is_master=placement.rank == 0)
+    place = (placement.rank or 0, placement.world_size, placement.local_rank)
+    return train_in_group(config, *place, store, callbacks=callbacks, loggers=loggers)
+
+
+def train_in_group(
+    config: RunConfig,
+    rank: int,
+    world_size: int,
+    local_rank: int,
+    store: Store | None,
+    signals: Mapping[str, Callable[..., None]] | None = None,
+    *,
+    callbacks: Sequence[pl.Callback] = (),
+    loggers: Sequence[Logger] = (),
+) -> TrainingResult:
+    """Initialize the process group, train as one of its ranks, and end it.
+
+    Args:
+        config: the same on every rank.
+        rank: rank of this process.
+        world_size: number of ranks.
+        local_rank: rank on this node, the index of the device.
+        store: the store of the group; None for that of torchrun's variables.
+        signals: functions that report to the launcher, attributes of `DistributedContext`.
+        callbacks: Lightning callbacks of the user.
+        loggers: Lightning loggers of the user.
+    """
+    timeout = config.root.trainer.process_timeout
+    ranks = init_distributed(rank, world_size, local_rank, store=store, timeout=timeout)
+    for name, signal_to_launcher in (signals or {}).items():
+        setattr(ranks, name, signal_to_launcher)
+    result = run_training(config, ranks, callbacks=callbacks, loggers=loggers)
+    ranks.barrier()
+    shutdown_distributed()
+    return result
 
 
 def _record_start(run: RunContext, state: TrainingState) -> None:

@@ -63,7 +63,6 @@ from stoker.trainer.checkpoint import async_saver
 from stoker.trainer.checkpoint.loop_state import EarlyStoppingState, LoopState
 from stoker.trainer.checkpoint.reader import find_checkpoint
 from stoker.trainer.cli import main
-from stoker.trainer.cli.rank_entry import train_as_rank
 from stoker.trainer.config.dataset_names import BUILT_IN_DATASETS, PAIR_SOURCES
 from stoker.trainer.config.resolved_run import ResolvedRun, resolve_run
 from stoker.trainer.config.run_config import RunConfig
@@ -72,7 +71,7 @@ from stoker.trainer.config.schema.root import RootBlock
 from stoker.trainer.core import run_context, training_loop
 from stoker.trainer.data.datasets.samples import MockSamples
 from stoker.trainer.data.sources.indexed_tokens import IndexedWriter
-from stoker.trainer.distributed import node_agent, process_group
+from stoker.trainer.distributed import node_agent
 from stoker.trainer.distributed.placement import Placement
 from stoker.trainer.distributed.placement import resolve_placement as place_processes
 from stoker.trainer.evaluation.held_out_loss import EvaluationResult
@@ -82,6 +81,7 @@ from stoker.trainer.loggers.logger_backends import LoggedRun
 from stoker.trainer.optim import optimizer_factory as optim_build
 from stoker.trainer.optim.ema import EMA
 from stoker.trainer.plan import run_inputs
+from stoker.trainer.train import train_as_rank
 from stoker.trainer.utils.errors import UserError
 from tests.helpers.resolved import build_data
 
@@ -234,7 +234,7 @@ def a_process_that_waits_gives_up(harness: ConfigHarness) -> None:
         timeouts.append(timeout)
         raise UserError("enough")
 
-    harness.monkeypatch.setattr(process_group, "init_distributed", join)
+    harness.monkeypatch.setattr("stoker.trainer.train.init_distributed", join)
     harness.monkeypatch.setenv("RANK", "0")
     harness.monkeypatch.setenv("WORLD_SIZE", "2")
     for changes in ({}, {TRAINER + "process_timeout": 7.0}):

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import re
 from pathlib import Path
 
 from ..utils import environment
-from ..utils.errors import EXIT_OK, UserError
+from ..utils.errors import EXIT_OK
 
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}(@[\w./-]{1,100})?")
 _DTYPES = ("fp64", "fp32", "bf16", "fp16")
 
 
@@ -65,88 +63,22 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         UserError: SOURCE cannot be converted, with every reason; or TARGET cannot be written.
     """
-    from ..checkpoint.hf_files import is_peft_folder
-    from ..conversion.output_folder import check_is_apart, check_target
+    from ..conversion.convert import check_source_and_target, convert
 
-    # Before the imports below, which take seconds.
-    check_target(args.target, overwrite=args.overwrite)
-    for given in (Path(args.source), *filter(None, [args.base])):
-        check_is_apart(args.target, given)
-    if not is_peft_folder(Path(args.source)):
-        _format_not_of(Path(args.source), args.source)
+    check_source_and_target(args.source, args.target, base=args.base, overwrite=args.overwrite)
     environment.prepare_process()
-    from ..conversion.convert_adapters import convert_adapter, is_adapter
-    from ..conversion.from_hf import convert_to_stoker
-    from ..conversion.tensor_source import DTYPES
-    from ..conversion.to_hf import convert_to_hf
-
-    source = Path(args.source)
-    dtype = DTYPES[args.dtype] if args.dtype else None
-    options = {"dtype": dtype, "tokenizer": args.tokenizer, "model_type": args.model_type, "ema": args.ema}
-    options["overwrite"] = args.overwrite
-    if source.is_dir() and is_adapter(source):
-        if args.ignore_field:
-            raise UserError(
-                "--ignore-field applies to the config.json of a whole Hugging Face model, not of an adapter"
-            )
-        lines = convert_adapter(source, args.target, merge=args.merge, to=args.to, base=args.base, **options)
-    elif _target_format(source, args) == "hf":
-        if args.ignore_field:
-            raise UserError("--ignore-field applies to the config.json of a Hugging Face model")
-        lines = convert_to_hf(source, args.target, **options)
-    else:
-        if args.ema:
-            raise UserError(f"--ema: {args.source} is a Hugging Face model, which has no moving average")
-        if args.model_type:
-            raise UserError("--model-type applies to --to hf; config.json gives the type of SOURCE")
-        if not source.exists():
-            from ..conversion.hub import download
-
-            source = download(args.source)
-        lines = convert_to_stoker(
-            source,
-            args.target,
-            dtype=dtype,
-            tokenizer=args.tokenizer,
-            ignored=args.ignore_field,
-            overwrite=args.overwrite,
-        )
+    lines = convert(
+        args.source,
+        args.target,
+        to=args.to,
+        dtype=args.dtype,
+        tokenizer=args.tokenizer,
+        model_type=args.model_type,
+        merge=args.merge,
+        base=args.base,
+        ema=args.ema,
+        ignored_fields=args.ignore_field,
+        overwrite=args.overwrite,
+    )
     print("\n".join(lines))
     return EXIT_OK
-
-
-def _target_format(source: Path, args: argparse.Namespace) -> str:
-    """Return the format a whole model is converted to, `hf` or `stoker`.
-
-    Raises:
-        UserError: SOURCE is neither a Hugging Face model nor a stoker checkpoint, or an option does not apply to it.
-    """
-    adapter_options = {"--merge": args.merge, f"--base {args.base}": args.base}
-    if options := [name for name, value in adapter_options.items() if value]:
-        if not source.exists():
-            raise UserError(f"{args.source}: there is no such folder")
-        raise UserError(
-            f"{', '.join(options)}: {args.source} is not an adapter; leave {'it' if len(options) == 1 else 'them'} out"
-        )
-    to = _format_not_of(source, args.source)
-    if args.to not in (None, to):
-        raise UserError(f"--to {args.to}: {args.source} already has that format")
-    return to
-
-
-def _format_not_of(source: Path, typed: str) -> str:
-    if not source.exists():
-        if _HUB_ID.fullmatch(typed):
-            return "stoker"
-        raise UserError(f"{typed}: there is no such folder")
-    if source.suffix == ".gguf" and source.is_file():
-        return "stoker"
-    if not source.is_dir():
-        raise UserError(f"{typed} is neither a folder nor a .gguf file")
-    from ..checkpoint.hf_files import CONFIG, has_checkpoints, is_hf_folder
-
-    if has_checkpoints(source):
-        return "hf"
-    if is_hf_folder(source):
-        return "stoker"
-    raise UserError(f"{typed} holds neither a {CONFIG} with weights nor a stoker checkpoint")

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from ..distributed.placement import torchrun_ranks
 from ..utils import environment
@@ -17,8 +16,6 @@ from .early_checks import check_model_path
 
 if TYPE_CHECKING:
     from ..conversion.load_model import LoadedModel
-    from ..data.build_datasets import Data
-    from ..data.evaluation_data import EvaluationData
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -62,9 +59,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _evaluate(args: argparse.Namespace, restored: LoadedModel) -> int:
+    from ..evaluation.held_out_data import held_out_data
     from ..evaluation.held_out_loss import evaluate, loss_function
 
-    held_out = _held_out(restored, args.split, args.data_path)
+    held_out = held_out_data(restored, args.split, args.data_path)
     name, batch_size = held_out.name, args.batch_size or restored.run.model.micro_batch_size
     result = evaluate(
         loss_function(restored.model, restored.precision, restored.device),
@@ -97,55 +95,3 @@ def _evaluate(args: argparse.Namespace, restored: LoadedModel) -> int:
     for line in scores.report_lines() if scores else ():
         print(line)
     return EXIT_OK
-
-
-def _held_out(restored: LoadedModel, split: Literal["validation", "test"], path: Path | None) -> EvaluationData:
-    from ..data.build_datasets import build_data
-    from ..data.datasets.sft_examples import flatten_examples
-    from ..data.evaluation_data import EvaluationData, evaluation_data
-
-    if path is not None:
-        found = evaluation_data(path, restored.run.data, restored.tokenizer)
-        if found.skipped_files:
-            print(f"note: --data-path {path}: {found.skipped_files}", file=sys.stderr)
-        return found
-    data = build_data(restored.run.data, restored.tokenizer)
-    trained_on = restored.state.data_fingerprint
-    if trained_on and data.fingerprint != trained_on:
-        raise UserError(_other_data(restored, data.fingerprint, trained_on))
-    samples = data.validation if split == "validation" else data.test
-    if samples is None:
-        raise UserError(f"--split {split} is empty: {_why_empty(restored, data, split)}")
-    pairs = None if data.pairs is None else data.pairs.pairs[split]
-    examples = None if data.examples is None else flatten_examples(data.examples[split])
-    name = f"{split} split of {data.description.partition(':')[0]}"
-    return EvaluationData(name, samples, data.token_byte_counts, pairs, examples)
-
-
-def _why_empty(restored: LoadedModel, data: Data, split: str) -> str:
-    """Return the reason why a split is empty, and the remedy."""
-    keys = restored.run.data.keys
-    why = f"`model.data.splits_string={keys.splits_string}` of the run assigns it no data"
-    if isinstance(keys.data_prefix, dict):
-        why = f"`model.data.data_prefix` of the run has no dataset for it (data_prefix.{split})"
-    elif data.has_predefined_splits:
-        why = "the data of the run have separate files per split, and none for this one"
-    return f"{why}; choose the other split, or give other text with --data-path"
-
-
-def _other_data(restored: LoadedModel, found: str, trained_on: str) -> list[str]:
-    data = restored.run.data.keys
-    if data.data_impl in ("pystd", "pystd_docstring"):
-        trained = restored.state.versions.get("python", "another version")
-        why = f"it was trained on the standard library of Python {trained}, and this Python has other files"
-        fix = "run it with that Python, or give other text with --data-path"
-    elif data.data_impl in ("text", "jsonl"):
-        why = f"the text at `model.data.path` ({data.path}) has changed since it was trained"
-        fix = "restore that text, or give other text with --data-path"
-    else:
-        why = f"what `model.data.data_impl={data.data_impl}` reads has changed since it was trained"
-        fix = "restore those data, or give other text with --data-path"
-    return [
-        f"the data of checkpoint {restored.path} are not available: {why}, so this split may overlap the training data",
-        f"fingerprint of the run {trained_on[:12]}, found {found[:12]}; {fix}",
-    ]

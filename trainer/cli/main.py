@@ -242,9 +242,9 @@ def _train(args: argparse.Namespace) -> int:
     if placement.rank is not None:
         _warn_late_env_vars(args.imports, config)
         environment.prepare_process(config.root.env_vars)
-        from .rank_entry import train_as_rank
+        from ..train import train_as_rank
 
-        return train_as_rank(config, placement)
+        return train_as_rank(config, placement).exit_code
     from .early_checks import check_run_paths
 
     check_run_paths(config)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +13,6 @@ from .common_arguments import add_config_arguments, add_finetune_argument, load_
 
 if TYPE_CHECKING:
     from ...models.config.key_block import Finding
-    from ..config.resolved_run import DataSpec, ResolvedRun
     from ..config.run_config import RunConfig
     from ..config.schema.root import RootBlock
     from ..config.schema.trainer_and_data import TrainerBlock
@@ -77,6 +74,7 @@ def run(args: argparse.Namespace) -> int:
     config = load_config(args)
     # these import torch, which takes seconds: only after the configuration has been validated
     from ..core.run_summary import host_offload_keys
+    from ..plan.planned_target import known_vocabulary, planned_target
     from ..plan.report import plan_document, report_lines
     from ..plan.run_plan import make_plan, useless_recompute_notes
     from ..plan.search import search, suggest_changes
@@ -84,8 +82,8 @@ def run(args: argparse.Namespace) -> int:
     root, given = config.root, _given(config, args.overrides)
     if args.fit and args.gpus is not None:
         return _fit_layouts(args, root, given)
-    resolved, target = _target(root, args.device, args.network)
-    vocab_size, unknown = _vocabulary(resolved.data)
+    resolved, target = planned_target(root, args.device, args.network)
+    vocab_size, unknown = known_vocabulary(resolved.data)
     try:
         plan = make_plan(resolved, target, vocab_size=vocab_size)
     except ValueError as error:
@@ -195,41 +193,17 @@ def _machines(gpus: int) -> list[str]:
     return [f"trainer.devices={gpus // nodes}", f"trainer.num_nodes={nodes}"]
 
 
-def _target(root: RootBlock, device: str | None, network: float | None) -> tuple[ResolvedRun, Target]:
-    """Return the run on the GPU of `--device`, or this machine's, or the default one, and that GPU."""
-    import torch
-
-    from ..config.resolved_run import resolve_run
-    from ..device.choose_device import compute_capability
-    from ..distributed.placement import num_local_devices
-    from ..plan.hardware import DEFAULT_GPU, parse_gpu
-    from ..plan.run_plan import gpu_target, local_target
-
-    trainer = root.trainer
-    processes = num_local_devices(trainer) * trainer.num_nodes
-    if device is None and torch.cuda.is_available() and trainer.accelerator in ("auto", "gpu", "cuda"):
-        local = torch.device("cuda", 0)
-        run = resolve_run(root, world_size=processes, capability=compute_capability(local))
-        return run, local_target(run, local)
-    try:
-        gpu = parse_gpu(DEFAULT_GPU if device is None else device)
-        gpu = gpu if network is None else replace(gpu, network=network * 1e9)
-    except ValueError as error:
-        raise UserError(str(error)) from None
-    run = resolve_run(root, world_size=processes, capability=gpu.capability)
-    return run, gpu_target(run, gpu)
-
-
 def _fit_layouts(args: argparse.Namespace, root: RootBlock, given: CurrentOverrides) -> int:
     """Search for the layout of `--gpus`, and print the fastest ones that fit."""
     from ..plan.layout_search import on_machines, search_layouts
+    from ..plan.planned_target import known_vocabulary, planned_target
     from ..plan.report import layout_document, layout_lines
 
     machines = _machines(args.gpus)
     devices, nodes = (int(override.partition("=")[2]) for override in machines)
     root = on_machines(root, devices, nodes)
-    resolved, target = _target(on_machines(root, 1, 1), args.device, args.network)
-    vocab_size, unknown = _vocabulary(resolved.data)
+    resolved, target = planned_target(on_machines(root, 1, 1), args.device, args.network)
+    vocab_size, unknown = known_vocabulary(resolved.data)
     found = search_layouts(root, target, vocab_size)
     if args.json:
         print(json.dumps({"layouts": [layout_document(change, machines, given) for change in found]}, indent=2))
@@ -237,22 +211,6 @@ def _fit_layouts(args: argparse.Namespace, root: RootBlock, given: CurrentOverri
     print("\n".join(layout_lines(found, args.gpus, machines, given)))
     _print_notes([], [*_notes(root.trainer, args.device, target, ()), *filter(None, [unknown])])
     return EXIT_OK if found else EXIT_BAD_INPUT
-
-
-def _vocabulary(spec: DataSpec) -> tuple[int | None, str]:
-    """Return the vocabulary size and an empty note; None and a note if it is only known from the data."""
-    from ..data.tokenizers.tokenizer import ByteTokenizer
-    from ..data.tokenizers.vocabulary import configured_tokenizer
-
-    if spec.vocab_size is not None:
-        return spec.vocab_size, ""
-    with suppress(UserError):
-        tokenizer = configured_tokenizer(spec) or ByteTokenizer()
-        return tokenizer.vocab_size, ""
-    return None, (
-        "the vocabulary size depends on the data, so embedding and head are left out; "
-        "set model.override_vocab_size to include them"
-    )
 
 
 def _print_fit(

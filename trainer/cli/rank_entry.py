@@ -12,16 +12,13 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from ..config.load import config_from_document
-from ..config.run_config import RunConfig
 from ..distributed.heartbeat import lost_nodes, start_heartbeat
-from ..distributed.placement import Placement
 from ..distributed.step_counter import open_step_counter
-from ..utils.environment import has_rendezvous, prepare_process
+from ..utils.environment import prepare_process
 from ..utils.errors import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_OK, UserError
 from ..utils.import_modules import import_plugins
 from ..utils.signals import EXIT_CODES, exit_on_signals
@@ -86,7 +83,7 @@ def _train(task: dict[str, Any]) -> int:
         raise UserError("the configuration changed on its way to this process; start the run again")
     prepare_process(config.root.env_vars)
     from ..distributed.process_group import DistributedContext
-    from ..train import run_training
+    from ..train import run_training, train_in_group
 
     signals = {
         "report_step": open_step_counter(task["steps"], task["local_rank"]),
@@ -94,7 +91,8 @@ def _train(task: dict[str, Any]) -> int:
     }
     if task["world_size"] == 1:
         return run_training(config, DistributedContext(**signals)).exit_code
-    return _train_in_group(config, task["rank"], task["world_size"], task["local_rank"], _open_store(task), signals)
+    place = (task["rank"], task["world_size"], task["local_rank"])
+    return train_in_group(config, *place, _open_store(task), signals).exit_code
 
 
 def _open_store(task: dict[str, Any]) -> Store:
@@ -115,39 +113,6 @@ def _lost_nodes(task: dict[str, Any]) -> str:
         return ""
     nodes, (host, port) = task["num_nodes"], task["address"]
     return lost_nodes((host, port), task["session"], task["node"], nodes, task["world_size"] // nodes)
-
-
-def train_as_rank(config: RunConfig, placement: Placement) -> int:
-    """Train as a rank started by torchrun or srun; return the exit code."""
-    from torch._C._distributed_c10d import TCPStore
-
-    store = None
-    if not has_rendezvous():  # srun sets ranks but no rendezvous
-        assert placement.rendezvous is not None
-        host, port = placement.rendezvous
-        store = TCPStore(host, port, placement.world_size, is_master=placement.rank == 0)
-    return _train_in_group(config, placement.rank or 0, placement.world_size, placement.local_rank, store)
-
-
-def _train_in_group(
-    config: RunConfig,
-    rank: int,
-    world_size: int,
-    local_rank: int,
-    store: Store | None,
-    signals: Mapping[str, Callable[..., None]] | None = None,
-) -> int:
-    from ..distributed.process_group import init_distributed, shutdown_distributed
-    from ..train import run_training
-
-    timeout = config.root.trainer.process_timeout
-    ranks = init_distributed(rank, world_size, local_rank, store=store, timeout=timeout)
-    for name, signal_to_launcher in (signals or {}).items():
-        setattr(ranks, name, signal_to_launcher)
-    result = run_training(config, ranks)
-    ranks.barrier()
-    shutdown_distributed()
-    return result.exit_code
 
 
 def _die_with_launcher() -> None:

@@ -1,0 +1,178 @@
+"""Trained models: load, generate, evaluate, convert."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from ..utils.errors import UserError
+
+if TYPE_CHECKING:
+    from ..conversion.load_model import LoadedModel
+    from ..evaluation.held_out_loss import EvaluationResult
+
+Prompt = str | Sequence[Mapping[str, Any]]
+
+
+def load(
+    model: str | Path,
+    *,
+    device: Literal["auto", "cpu", "cuda", "mps"] = "auto",
+    base: str | Path | None = None,
+    ema: bool = False,
+) -> LoadedModel:
+    """Load a trained model for generation and evaluation.
+
+    Args:
+        model: a run directory, its checkpoints directory or one checkpoint; a Hugging Face folder; or the id of a model
+            on the Hugging Face hub, `org/name` or `org/name@revision`.
+        device: `auto` is a CUDA GPU if there is one, else the CPU.
+        base: path of the base weights of an adapter, if they have moved.
+        ema: use the moving average of the weights.
+
+    Returns:
+        The loaded model: `model` (a `torch.nn.Module` in evaluation mode), `tokenizer`, `config`, `device`.
+
+    Raises:
+        UserError: there is no usable model, no such device, or not enough memory.
+    """
+    from ..conversion.convert import is_hub_id
+    from ..conversion.load_model import load_model
+
+    path = Path(model)
+    if not path.exists() and is_hub_id(str(model)):
+        from ..conversion.hub import download
+
+        path = download(str(model))
+    return load_model(path, device, None if base is None else Path(base), ema=ema)
+
+
+def generate(
+    model: LoadedModel | str | Path,
+    prompts: Sequence[Prompt] | str,
+    *,
+    max_new_tokens: int = 256,
+    temperature: float = 0.8,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    repetition_penalty: float = 1.0,
+    num_beams: int = 1,
+    length_penalty: float = 1.0,
+    seed: int = 0,
+    stop: Sequence[str] = (),
+    chat: bool = False,
+    batch_size: int = 32,
+) -> list[str]:
+    """Generate a text for each prompt, without the prompt.
+
+    Args:
+        model: from `load`, or what it takes.
+        prompts: texts that a GPT continues or encoder inputs of a T5; with `chat` messages of a user, or lists of
+            messages with `role` and `content`.
+        max_new_tokens: longest text, in tokens.
+        temperature: of sampling; 0 is greedy.
+        top_k: sample from the K most probable tokens.
+        top_p: nucleus sampling, the fewest tokens whose probabilities sum to P.
+        repetition_penalty: above 1 makes tokens that already occur less probable.
+        num_beams: beam search with so many beams, which does not sample; 1: no search.
+        length_penalty: of beam search; above 0 favours long texts.
+        seed: of sampling.
+        stop: texts to stop before.
+        chat: apply the chat template of the model.
+        batch_size: prompts per batch.
+
+    Raises:
+        UserError: the model cannot generate, or a prompt or an option is not valid.
+    """
+    from ..generation.beam_search import BeamSearchConfig
+    from ..generation.prompts import build_generator, encode_prompts, stop_strings
+    from ..generation.sampling import SamplingParams
+    from ..generation.text_generator import StoppingCriteria
+
+    if max_new_tokens < 1 or batch_size < 1:
+        raise UserError(f"`max_new_tokens` ({max_new_tokens}) and `batch_size` ({batch_size}) must be at least 1")
+    try:
+        sampling = SamplingParams(temperature, top_k, top_p, repetition_penalty)
+        search = BeamSearchConfig(num_beams, length_penalty) if num_beams > 1 else None
+    except ValueError as error:
+        raise UserError(str(error)) from None
+    restored = model if not isinstance(model, str | Path) else load(model)
+    given: list[Prompt] = [prompts] if isinstance(prompts, str) else list(prompts)
+    generator = build_generator(restored)
+    tokens = encode_prompts(restored, given, chat=chat)
+    limits = StoppingCriteria(max_new_tokens, stop_strings(restored, stop, chat=chat))
+    if search is not None:
+        outputs = generator.beam_search(tokens, limits, search, batch_size * num_beams)
+    else:
+        outputs = generator.generate(tokens, limits, sampling, [seed] * len(tokens), batch_size)
+    return [output.text for output in outputs]
+
+
+def evaluate(
+    model: LoadedModel | str | Path,
+    *,
+    split: Literal["validation", "test"] = "validation",
+    data_path: str | Path | None = None,
+    limit_batches: int | None = None,
+    batch_size: int | None = None,
+) -> EvaluationResult:
+    """Return the held-out loss of a trained model: `loss` in nats per token, `perplexity`, `bits_per_byte`.
+
+    Args:
+        model: from `load`, or what it takes.
+        split: split of the data it was trained on.
+        data_path: a text file or folder to evaluate on instead.
+        limit_batches: evaluate the first batches only, which are a fair sample; None: all.
+        batch_size: samples per batch; None: the micro batch size of the run.
+
+    Raises:
+        UserError: the data cannot be read, are not those of the run, or the split is empty.
+    """
+    from ..evaluation.held_out_data import held_out_data
+    from ..evaluation.held_out_loss import evaluate as evaluate_samples
+    from ..evaluation.held_out_loss import loss_function
+
+    restored = model if not isinstance(model, str | Path) else load(model)
+    held_out = held_out_data(restored, split, None if data_path is None else Path(data_path))
+    return evaluate_samples(
+        loss_function(restored.model, restored.precision, restored.device),
+        held_out.samples,
+        token_bytes=held_out.token_bytes,
+        batch_size=batch_size or restored.run.model.micro_batch_size,
+        limit_batches=limit_batches,
+        device=restored.device,
+    )
+
+
+def convert(
+    source: str | Path,
+    target: str | Path,
+    *,
+    to: Literal["hf", "stoker"] | None = None,
+    dtype: Literal["fp64", "fp32", "bf16", "fp16"] | None = None,
+    tokenizer: str | None = None,
+    merge: bool = False,
+    overwrite: bool = False,
+) -> Path:
+    """Convert a Hugging Face model to a checkpoint, or a checkpoint to a Hugging Face folder; bit for bit.
+
+    Args:
+        source: a Hugging Face folder or hub id, a GGUF file, or a run directory or checkpoint.
+        target: the output folder.
+        to: format of the output; None: the one that the source is not.
+        dtype: of the weights; None: unchanged.
+        tokenizer: folder with the tokenizer files, or `byte-level`; None: that of the source.
+        merge: merge an adapter into its base weights.
+        overwrite: replace the output of an earlier conversion.
+
+    Returns:
+        The output folder.
+
+    Raises:
+        UserError: the source cannot be converted, with every reason; or the target cannot be written.
+    """
+    from ..conversion.convert import convert as convert_model
+
+    convert_model(source, Path(target), to=to, dtype=dtype, tokenizer=tokenizer, merge=merge, overwrite=overwrite)
+    return Path(target)
