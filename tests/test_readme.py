@@ -115,6 +115,7 @@ def test_the_yaml_of_docs_finetune_is_a_run(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.usefixtures("small_pystd")
+@pytest.mark.filterwarnings("ignore")  # of Lightning
 def test_the_lines_of_docs_library_run(tmp_path, monkeypatch, capsys):
     blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / "library.md").read_text(), re.MULTILINE | re.DOTALL)
     monkeypatch.chdir(tmp_path)

@@ -109,9 +109,10 @@ class TransformerModule(pl.LightningModule):
             device, self._run = torch.device("cpu"), self.config.resolved
         else:
             device, self._run = trainer.strategy.root_device, resolve_for_trainer(self.config, trainer)
-            warn_of_unused_keys(self.config)
+            warn_of_unused_keys(self.config, trainer)
             self._micro_batches = set_accumulation(self._run, trainer)
             if isinstance(trainer.strategy, ModelParallelStrategy):
+                _check_saved_state(trainer)
                 self._mesh = build_mesh(self._run.mesh, None, ranks_of(trainer))
                 self._data_parallel = build_data_parallel(self._run, device, self._mesh)
         self.model = build_model(
@@ -204,18 +205,6 @@ class TransformerModule(pl.LightningModule):
         if self._data_parallel is not None:
             self._data_parallel.reshard()
 
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Refuse to save sharded optimizer state, of which Lightning would save nothing.
-
-        Raises:
-            UserError: the model is sharded and the checkpoint is to be resumed from.
-        """
-        if self._data_parallel is not None and checkpoint.get("optimizer_states"):
-            raise UserError(
-                "ModelParallelStrategy cannot save the state of this optimizer; use ModelCheckpoint("
-                "save_weights_only=True), or stoker train, which resumes on any layout"
-            )
-
     def _log_loss(self, name: str, batch: Mapping[str, Any]) -> None:
         fields = {key: field for key, field in batch.items() if isinstance(field, Tensor)}
         targets = int((fields["labels"] != IGNORE_INDEX).sum())
@@ -294,9 +283,27 @@ class ScheduledLR(LRScheduler):
         self.schedule = schedule
         super().__init__(optimizer)
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state without the schedule, which is code: it follows from the configuration."""
+        return {key: value for key, value in super().state_dict().items() if key != "schedule"}
+
     def get_lr(self) -> list[float | Tensor]:
         """Return the learning rate of each group after `last_epoch` steps."""
         return [self.schedule(self.last_epoch)] * len(self.optimizer.param_groups)
+
+
+def _check_saved_state(trainer: pl.Trainer) -> None:
+    """Check that no optimizer state is to be saved, which this strategy could not.
+
+    Raises:
+        UserError: a callback would save it.
+    """
+    if any(not getattr(callback, "save_weights_only", True) for callback in trainer.checkpoint_callbacks):
+        raise UserError(
+            "ModelParallelStrategy cannot save the state of this optimizer; use "
+            "ModelCheckpoint(save_weights_only=True) or Trainer(enable_checkpointing=False), or stoker train, which "
+            "resumes on any layout"
+        )
 
 
 @contextmanager

@@ -152,7 +152,11 @@ def convert(
     to: Literal["hf", "stoker"] | None = None,
     dtype: Literal["fp64", "fp32", "bf16", "fp16"] | None = None,
     tokenizer: str | None = None,
+    model_type: str | None = None,
     merge: bool = False,
+    base: str | Path | None = None,
+    ema: bool = False,
+    ignored_fields: Sequence[str] = (),
     overwrite: bool = False,
 ) -> Path:
     """Convert a Hugging Face model to a checkpoint, or a checkpoint to a Hugging Face folder; bit for bit.
@@ -163,7 +167,11 @@ def convert(
         to: format of the output; None: the one that the source is not.
         dtype: of the weights; None: unchanged.
         tokenizer: folder with the tokenizer files, or `byte-level`; None: that of the source.
+        model_type: architecture of a Hugging Face output, such as `llama`; None: the first that supports the model.
         merge: merge an adapter into its base weights.
+        base: path of the base weights of an adapter, if they have moved.
+        ema: use the moving average of the weights.
+        ignored_fields: fields of config.json to ignore because they do not affect results.
         overwrite: replace the output of an earlier conversion.
 
     Returns:
@@ -174,5 +182,17 @@ def convert(
     """
     from ..conversion.convert import convert as convert_model
 
-    convert_model(source, Path(target), to=to, dtype=dtype, tokenizer=tokenizer, merge=merge, overwrite=overwrite)
+    convert_model(
+        source,
+        Path(target),
+        to=to,
+        dtype=dtype,
+        tokenizer=tokenizer,
+        model_type=model_type,
+        merge=merge,
+        base=None if base is None else Path(base),
+        ema=ema,
+        ignored_fields=ignored_fields,
+        overwrite=overwrite,
+    )
     return Path(target)

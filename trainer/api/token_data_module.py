@@ -69,9 +69,9 @@ class TokenDataModule(pl.LightningDataModule):
 
     def train_dataloader(self) -> MicroBatches:
         """Return the micro batches of this rank; one iteration ends with the epoch."""
-        run, trainer = self._resolved, self.trainer
+        samples, run, trainer = self._data.train, self._resolved, self.trainer
         return MicroBatches(
-            self._data.train,
+            samples,
             run,
             ranks_of(trainer).rank // run.mesh.model_ranks,
             torch.device("cpu") if trainer is None else trainer.strategy.root_device,

@@ -90,15 +90,15 @@ def schedule_length(config: RunConfig, run: ResolvedRun, trainer: pl.Trainer) ->
     return run.trainer.max_steps
 
 
-def warn_of_unused_keys(config: RunConfig) -> None:
+def warn_of_unused_keys(config: RunConfig, trainer: pl.Trainer) -> None:
     """Warn once of keys the user has set for which a `pl.Trainer` has arguments or callbacks of its own."""
-    unused = sorted(
-        path
-        for path in config.origins
-        if config.is_set(path)
-        and path.startswith(("trainer.", "exp_manager."))
-        and not path.startswith(tuple(f"trainer.{name}" for name in _ACTING))
-    )
+    acting = {
+        f"trainer.{name}"
+        for name in type(config.root.trainer).model_fields
+        if name in _ACTING or getattr(trainer, name, None) == getattr(config.root.trainer, name)
+    }
+    unused = [path for path in sorted(config.origins) if path.startswith(("trainer.", "exp_manager."))]
+    unused = [path for path in unused if config.is_set(path) and path not in acting]
     if unused:
         rank_zero_warn(
             f"these keys act in `stoker train` only; a pl.Trainer has arguments and callbacks instead: "
@@ -114,7 +114,7 @@ def _precision(config: RunConfig, argument: str, problems: list[str]) -> Any:
             f"Trainer(precision={argument!r}) is not supported; use 32-true, bf16-mixed, bf16-true or 64-true"
         )
         return value
-    if value is None:
+    if value is None or (argument != "32-true" and not config.is_set("trainer.precision")):
         return _PRECISIONS[argument]
     # `32-true`, the default, leaves the dtypes of the module alone: they are those of the configuration.
     if argument != "32-true" and str(value) not in (argument, _PRECISIONS[argument]):

@@ -319,7 +319,12 @@ class Optimizer(torch.optim.Optimizer):
         """Return the state of this rank by name (see `local_shards`), the settings of the groups and `updates`.
 
         For Lightning's checkpoints; those of `stoker train` hold `local_shards`, which fit other layouts too.
+
+        Raises:
+            UserError: the parameters are sharded, so that this would be the state of a rank only.
         """
+        if any(self.placed_shard(parameter).local.shape != parameter.shape for parameter in self._names):
+            raise UserError("stoker train alone saves the optimizer state of sharded parameters; save weights only")
         groups = [{k: v for k, v in group.items() if k not in ("params", "names")} for group in self.param_groups]
         state = {key: shard.local for key, shard in self.local_shards().items()}
         return {"state": state, "param_groups": groups, "updates": self.step_count}
