@@ -193,7 +193,7 @@ def test_ranks_train_what_one_process_does(tmp_path, kind):
         strategy, precision = "ddp", {"precision": "64-true"}
         if kind in ("fsdp", "tensor"):
             sizes = (2, 1) if kind == "fsdp" else (1, 2)
-            strategy, precision = ModelParallelStrategy(*sizes, save_distributed_checkpoint=False), {}
+            strategy, precision = ModelParallelStrategy(*sizes), {}
         config = configured("trainer.precision=64", *keys.get(kind, []), family=family)
         module = fitted(config, devices=2, strategy=strategy, **precision)
         part = {"tensor": "decoder.layers.0.mlp.down.weight"}.get(kind)
@@ -210,7 +210,7 @@ def test_ranks_train_what_one_process_does(tmp_path, kind):
             with pytest.raises(stoker.UserError, match="save weights only"):
                 module.trainer.save_checkpoint(tmp_path / "x.ckpt")
             with pytest.raises(stoker.UserError, match=r"use ModelCheckpoint\(save_weights_only=True\)"):
-                fitted(config, devices=2, strategy=strategy, enable_checkpointing=True)
+                fitted(config, devices=2, strategy=ModelParallelStrategy(2, 1), enable_checkpointing=True)
         return worst
 
     assert max(fork_ranks(str(tmp_path), 2, train)) < 1e-13
