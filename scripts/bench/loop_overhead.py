@@ -22,7 +22,13 @@ CASES = {
 }
 """Steps of a few and of tens of milliseconds on an H100."""
 COMMON = [
-    *("data=mock", "trainer=gpu", "trainer.limit_val_batches=0", "trainer.enable_progress_bar=False"),
+    *(
+        "data=mock",
+        "trainer=gpu",
+        "trainer.precision=bf16",
+        "trainer.limit_val_batches=0",
+        "trainer.enable_progress_bar=False",
+    ),
     *("model.override_vocab_size=32000", "model.hidden_dropout=0", "model.attention_dropout=0"),
     *("exp_manager.checkpoint_callback_params.save_top_k=0", "exp_manager.checkpoint_callback_params.save_last=False"),
 ]

@@ -52,7 +52,7 @@ def resolve_for_trainer(config: RunConfig, trainer: pl.Trainer) -> ResolvedRun:
                 f"trainer.{name}={argument}"
             )
         changes[name] = argument
-    changes["precision"] = _precision(config, str(trainer.precision), problems)
+    changes["precision"] = _precision(config, trainer, problems)
     changes["deterministic"] = keys.deterministic or torch.are_deterministic_algorithms_enabled()
     problems += _unsupported(config, trainer)
     if problems:
@@ -106,14 +106,18 @@ def warn_of_unused_keys(config: RunConfig, trainer: pl.Trainer) -> None:
         )
 
 
-def _precision(config: RunConfig, argument: str, problems: list[str]) -> Any:
-    """Return `trainer.precision` for a `Trainer(precision=)`."""
-    value = config.root.trainer.precision
+def _precision(config: RunConfig, trainer: pl.Trainer, problems: list[str]) -> Any:
+    """Return `trainer.precision` for a trainer."""
+    value, argument = config.root.trainer.precision, str(trainer.precision)
     if argument not in _PRECISIONS:
         problems.append(
             f"Trainer(precision={argument!r}) is not supported; use 32-true, bf16-mixed, bf16-true or 64-true"
         )
         return value
+    if value is None and argument == "32-true" and trainer.strategy.root_device.type == "cuda":
+        rank_zero_warn(
+            "training in fp32, the default of a pl.Trainer; set trainer.precision=bf16 as stoker train has it"
+        )
     if value is None or (argument != "32-true" and not config.is_set("trainer.precision")):
         return _PRECISIONS[argument]
     # `32-true`, the default, leaves the dtypes of the module alone: they are those of the configuration.
