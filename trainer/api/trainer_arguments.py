@@ -116,7 +116,7 @@ def _precision(config: RunConfig, trainer: pl.Trainer, problems: list[str]) -> A
         return value
     if value is None and argument == "32-true" and trainer.strategy.root_device.type == "cuda":
         rank_zero_warn(
-            "training in fp32, the default of a pl.Trainer; set trainer.precision=bf16 as stoker train has it"
+            "training in fp32, as a pl.Trainer does by default; trainer.precision=bf16 is what stoker train does"
         )
     if value is None or (argument != "32-true" and not config.is_set("trainer.precision")):
         return _PRECISIONS[argument]
