@@ -452,6 +452,7 @@ def test_a_crash_that_says_more_than_a_pipe_holds_ends_the_run(tmp_path, package
 def test_a_worker_refuses_another_configuration(tmp_path):
     order = {
         "document": {"name": "changed"},
+        "provenance": {"origins": {}, "preset": {}, "preset_keys": [], "findings": []},
         "digest": "0" * 64,
         "rank": 0,
         "world_size": 1,

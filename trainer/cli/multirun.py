@@ -282,7 +282,8 @@ def _job_directories(subdir: str, jobs: Sequence[Job]) -> list[str]:
 def _with_directory(config: RunConfig, directory: Path) -> RunConfig:
     """Return the configuration with its own run directory."""
     manager = {**config.document["exp_manager"], "explicit_log_dir": str(directory)}
-    return config_from_document({**config.document, "exp_manager": manager}, trusted=True)
+    document = {**config.document, "exp_manager": manager}
+    return config_from_document(document, trusted=True).with_provenance(config.provenance())
 
 
 # ---------------------------------------------------------------- the jobs

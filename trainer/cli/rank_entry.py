@@ -78,7 +78,7 @@ def _end(task: dict[str, Any], code: int, kind: str, lines: list[str]) -> NoRetu
 def _train(task: dict[str, Any]) -> int:
     sys.argv = task["command"]  # for the run's manifest and loggers
     import_plugins(task["imports"])
-    config = config_from_document(task["document"], trusted=True)
+    config = config_from_document(task["document"], trusted=True).with_provenance(task["provenance"])
     if config.digest != task["digest"]:
         raise UserError("the configuration changed on its way to this process; start the run again")
     prepare_process(config.root.env_vars)

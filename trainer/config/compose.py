@@ -43,6 +43,8 @@ class Composition:
         files: the files, in merge order.
         packaged_paths: leaves set by a file of this package.
         notes: notes on content that is ignored.
+        preset_name: the last file of the group `model`.
+        preset: its values and those of the files of that group it starts from, by path.
         stage: the stage of the NeMo-Framework-Launcher whose block was moved to the root; empty if unknown.
     """
 
@@ -51,6 +53,8 @@ class Composition:
     files: list[Path] = field(default_factory=list)
     packaged_paths: set[str] = field(default_factory=set)
     notes: list[Finding] = field(default_factory=list)
+    preset_name: str = ""
+    preset: dict[str, Any] = field(default_factory=dict)
     stage: str = ""
 
 
@@ -277,6 +281,9 @@ class Composer:
                 continue
             full = join(package, path)
             composition.origins[full] = f"{shown}:{line}"
+            if config_path.startswith("model/"):
+                composition.preset_name = config_path.removeprefix("model/")
+                composition.preset[full] = written[path]
             if source.directory == PACKAGED_CONF:
                 composition.packaged_paths.add(full)
             else:

@@ -25,7 +25,7 @@ from .problems import ConfigError, KeyReport, Problem
 from .rules import all_rules
 from .rules.process_rules import PARALLEL_SIZE_KEYS
 from .rules.rule_context import RuleContext
-from .run_config import DEFAULT_ORIGIN, Origin, RunConfig
+from .run_config import DEFAULT_ORIGIN, Origin, Preset, RunConfig
 from .schema.key_index import defaults_tree, find_key, format_value, schema_blocks, schema_keys
 from .schema.optim import PHASES
 from .schema.root import RootBlock, family_of
@@ -67,6 +67,7 @@ class Draft:
 
     Attributes:
         packaged: paths set by packaged files.
+        preset: the model's preset.
         stage: stage of the NeMo-Framework-Launcher that references to its own block name, if known.
     """
 
@@ -80,6 +81,7 @@ class Draft:
         self.problems: list[Problem] = []
         self.findings: list[Finding] = []
         self.packaged: frozenset[str] = frozenset()
+        self.preset = Preset()
         self.stage = ""
         self._moved: dict[str, str] = {}
         self._raw: Tree = {}
@@ -208,6 +210,7 @@ class Draft:
             key_reports=(*effective, *account),
             files=files,
             preset_keys=frozenset(path for path in self.packaged if self.kind_of(path) == "file"),
+            preset=self.preset,
         )
 
     def origin_text(self, path: str) -> str:

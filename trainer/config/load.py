@@ -16,7 +16,7 @@ from ..utils.errors import UserError
 from . import dotted_paths
 from .draft import Draft
 from .nemo.launcher_files import move_stage_to_root
-from .run_config import Origin, RunConfig
+from .run_config import Origin, Preset, RunConfig
 
 MAX_BYTES = 1 << 20
 
@@ -60,6 +60,7 @@ def load_run_config(
     draft = Draft(composition.tree, {path: Origin("file", text) for path, text in composition.origins.items()}, environ)
     draft.stage = composition.stage
     draft.packaged = frozenset(composition.packaged_paths)
+    draft.preset = Preset(composition.preset_name, composition.preset)
     draft.prefer_users_form()
     draft.problems.extend(dict.fromkeys([*parsed.problems, *stray]))
     draft.findings.extend((*composition.notes, *parsed.notes))

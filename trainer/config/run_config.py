@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,19 @@ class Origin:
 DEFAULT_ORIGIN = Origin("default", "default")
 
 
+@dataclass(frozen=True, slots=True)
+class Preset:
+    """What the chosen file of the group `model` gives.
+
+    Attributes:
+        name: of the choice, such as `gpt_125m`.
+        values: value by dotted path, as written, of the file and those that it starts from.
+    """
+
+    name: str = ""
+    values: dict[str, Any] = field(default_factory=dict)
+
+
 @dataclass(frozen=True)
 class RunConfig:
     """Validated configuration.
@@ -48,6 +62,7 @@ class RunConfig:
         key_reports: every effective key and every given key that does not act, for `stoker config`.
         files: the YAML files that were merged.
         preset_keys: paths whose values come from files of this package.
+        preset: the model's preset, before other files and overrides changed it.
     """
 
     root: RootBlock
@@ -58,6 +73,7 @@ class RunConfig:
     key_reports: tuple[KeyReport, ...] = ()
     files: tuple[Path, ...] = ()
     preset_keys: frozenset[str] = frozenset()
+    preset: Preset = field(default_factory=Preset)
 
     @cached_property
     def resolved(self) -> ResolvedRun:
@@ -76,3 +92,22 @@ class RunConfig:
     def save(self, path: Path) -> None:
         """Write the document as JSON."""
         atomic_write(path, (json.dumps(self.document, indent=2) + "\n").encode())
+
+    def provenance(self) -> dict[str, Any]:
+        """Return what `document` lacks as a JSON object, for a process that gets it (`with_provenance`)."""
+        origins = {path: [origin.kind, origin.text] for path, origin in self.origins.items()}
+        findings = [asdict(finding) for finding in self.findings]
+        keys = {"preset": asdict(self.preset), "preset_keys": sorted(self.preset_keys)}
+        return {"origins": origins, "findings": findings, **keys}
+
+    def with_provenance(self, provenance: Mapping[str, Any]) -> RunConfig:
+        """Return this configuration, made from a document, with the `provenance` of the one that it was saved from."""
+        origins = {path: Origin(*parts) for path, parts in provenance["origins"].items()}
+        findings = tuple(Finding(**{**each, "keys": tuple(each["keys"])}) for each in provenance["findings"])
+        return replace(
+            self,
+            origins=origins,
+            findings=findings,
+            preset=Preset(**provenance["preset"]),
+            preset_keys=frozenset(provenance["preset_keys"]),
+        )

@@ -316,6 +316,7 @@ class LocalWorkers:
                 "command": sys.argv,
                 "imports": list(self._imports),
                 "document": self._config.document,
+                "provenance": self._config.provenance(),
                 "digest": self._config.digest,
                 "rank": rank,
                 "world_size": place.world_size,
