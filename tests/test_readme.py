@@ -67,7 +67,12 @@ def test_stoker_commands_run_in_the_order_of_the_readme(tmp_path, monkeypatch, c
             arguments = [argument.replace("HF_FOLDER", str(tmp_path / "theirs")) for argument in arguments]
         if any(argument in ("DIR", "model.restore_from_path=DIR") for argument in arguments):
             newest = str(max((tmp_path / "runs").rglob("checkpoints")).parent)
-            arguments = [argument.replace("DIR", newest) for argument in arguments]
+            other = [
+                str(path.parent) for path in (tmp_path / "runs").rglob("checkpoints") if str(path.parent) != newest
+            ]
+            named = {"OTHER": next(iter(other), newest), "DIR": newest}
+            for name, path in named.items():
+                arguments = [argument.replace(name, path) for argument in arguments]
         if arguments[0] in ("train", "finetune"):
             length = "seq_length" if any("t5" in argument for argument in arguments) else "encoder_seq_length"
             arguments = keep_last_overrides([*arguments, *SHORT, f"model.{length}=32"])

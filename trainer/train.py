@@ -22,6 +22,7 @@ from .checkpoint.run_directory import save_run_record
 from .config.resolved_run import ResolvedRun
 from .config.run_config import RunConfig
 from .core.run_context import RunContext, open_run
+from .core.run_report import describe_end, describe_start
 from .core.run_summary import describe_offload_traffic, describe_optimizer_offload, summarize_run
 from .core.training_loop import TrainingLoop, build_training_loop
 from .core.training_state import TrainingState, build_training_state
@@ -167,6 +168,7 @@ def _record_start(run: RunContext, state: TrainingState) -> None:
     for line in describe_optimizer_offload(run.resolved, state.optimizer, run.device):
         run.logger.log(line)
     flags = attention_flags(run.resolved.trainer.deterministic)
+    run.report.record(lambda: describe_start(run, state.model))
     log = run.logger.log if flags.debug else run.logger.log_to_file
     for line in (*flags.notes(), *format_selections(state.model.attention_decisions)):
         log(line)
@@ -220,6 +222,8 @@ def _finish(run: RunContext, state: TrainingState, loop: TrainingLoop, stop_reas
         logger.log(measured_line(run.plan, allocated, torch.cuda.max_memory_reserved(run.device)))
     for line in describe_offload_traffic(state.model):
         logger.log(line)
+    if step > run.first_step:
+        run.report.record(lambda: describe_end(run, state.model, step))
     return TrainingResult(
         directory=run.directory.path,
         checkpoint=written or (run.resumed.path if run.resumed else None),

@@ -300,6 +300,10 @@ def files(harness: ConfigHarness, changes: Changes) -> Any:
     return {path.name for path in harness.run(changes).directory.iterdir()}
 
 
+def report_sample(harness: ConfigHarness, changes: Changes) -> Any:
+    return json.loads((harness.run(changes).directory / "report.json").read_text()).get("sample")
+
+
 def checkpoints(harness: ConfigHarness, changes: Changes) -> Any:
     changes = {"exp_manager.create_checkpoint_callback": True, **changes}
     return sorted(path.name for path in (harness.run(changes).directory / "checkpoints").glob("*"))

@@ -49,6 +49,7 @@ def tiny_document(directory: Path, **changes: Any) -> dict[str, Any]:
             "explicit_log_dir": str(directory),
             "resume_if_exists": True,
             "create_tensorboard_logger": False,
+            "create_report": False,
             "checkpoint_callback_params": {},
         },
         "model": {

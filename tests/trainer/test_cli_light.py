@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -55,6 +56,14 @@ def test_lists_import_no_torch(tmp_path):
     assert all(code == 0 for code, _ in answers([["list", topic] for topic in TOPICS], tmp_path))
 
 
+def test_reports_import_no_torch(tmp_path):
+    old = Path(__file__).parents[1] / "data" / "run_0_1_0" / "run"
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}')
+    commands = [["report", str(old), "--output", "page.html"], ["compare", str(old), "other"]]
+    assert [code for code, _ in answers(commands, tmp_path)] == [0, 0]
+
+
 def test_wrong_keys_and_paths_are_reported_without_torch(folders):
     cases = {
         "train model.num_layer=3": "did you mean model.num_layers?",
@@ -80,6 +89,9 @@ def test_wrong_keys_and_paths_are_reported_without_torch(folders):
         "quickstart --dir file": "cannot write the run directory",
         "quickstart --dir run": "already holds checkpoints up to step-3",
         "preprocess nowhere": "missing: --output-prefix",
+        "report nowhere": "nowhere is not the directory of a run: there is no such folder",
+        "report folder": "it holds neither config.resolved.json nor metrics.jsonl",
+        "compare folder nowhere": "folder: neither a run directory nor the directory of a sweep",
         "doctor --nothing": "unknown: --nothing",
     }
     found = answers([case.split() for case in cases], folders)

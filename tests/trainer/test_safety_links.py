@@ -27,7 +27,7 @@ from stoker.trainer.utils.owned_files import make_owned_directory, open_owned, o
 
 WRITTEN_FILES = (
     *("run.lock", "config.resolved.json", "environment.json", "metrics.jsonl", "run.log", "metrics.csv"),
-    *("loggers.json", "expert_load.json", "expert_load.png", "quickstart.json"),
+    *("loggers.json", "expert_load.json", "expert_load.png", "quickstart.json", "report.json", "report.html"),
 )
 
 

@@ -43,6 +43,7 @@ _WRITTEN = (
         "loggers.json",
         "expert_load.json",
         "expert_load.png",
+        *("report.json", "report.html"),
         "quickstart.json",
         "tensorboard",
         "files",
@@ -59,7 +60,7 @@ class RunDirectory:
 
     Attributes:
         path: directory of config.resolved.json, environment.json, metrics.jsonl, run.log, events.jsonl, and if
-            enabled tensorboard/, metrics.csv, files/, profile/, expert_load.json; stacks/ after a hang.
+            enabled report.html, tensorboard/, metrics.csv, files/, profile/, expert_load.json; stacks/ after a hang.
         checkpoints: directory of the `step-N` checkpoints.
         locks: file descriptors that lock the run directory, and a `checkpoints` directory elsewhere, while open; None
             if files cannot be locked.

@@ -61,6 +61,8 @@ VERBS = {
     "plan": Verb("estimate memory and time of a run, and suggest settings that fit", accepts_imports=True),
     "generate": Verb("continue a text with a trained model"),
     "evaluate": Verb("loss, perplexity and bits per byte of a trained model", accepts_imports=True),
+    "report": Verb("write the page of a run: curves, memory, attention, configuration"),
+    "compare": Verb("compare runs: results, configurations, curves"),
     "convert": Verb("convert a Hugging Face model to a checkpoint, or a checkpoint to a Hugging Face model"),
     "preprocess": Verb("tokenize text, JSON lines or tables"),
     "quickstart": Verb("train a small GPT on this machine in about a minute"),
@@ -182,6 +184,10 @@ def _verb_functions(
             from . import generate as module
         case "evaluate":
             from . import evaluate as module
+        case "report":
+            from . import report as module
+        case "compare":
+            from . import compare as module
         case "convert":
             from . import convert as module
         case "preprocess":

@@ -180,6 +180,7 @@ def _report(root: RootBlock, result: TrainingResult, comparison: Comparison | No
     quoted, text = shlex.quote(directory), shlex.quote(argparse.__file__)
     lines += [
         f"run directory {directory}: checkpoints/, metrics.jsonl, run.log, quickstart.json"
+        + (", report.html" if root.exp_manager.create_report else "")
         + (", tensorboard/" if root.exp_manager.create_tensorboard_logger else ""),
         "",
         "next:",

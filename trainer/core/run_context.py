@@ -46,6 +46,7 @@ from .rank_checks import check_same_data, check_same_setup, check_shared_directo
 from .resume import find_resume_checkpoint
 from .run_checks import attention_warnings, check_default_dropout, check_metrics, check_splits, choose_attention
 from .run_length import resolve_run_length
+from .run_report import RunReport
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +71,7 @@ class RunContext:
         plan: predicted memory and time.
         callbacks: Lightning callbacks of the user.
         loggers: Lightning loggers of the user.
+        report: the report of the run; disabled on all ranks but the first.
     """
 
     config: RunConfig
@@ -89,6 +91,7 @@ class RunContext:
     plan: Plan
     callbacks: UserCallbacks
     loggers: list[Logger]
+    report: RunReport
 
     @property
     def first_step(self) -> int:
@@ -155,6 +158,8 @@ def open_run(
         for line in summary_lines(plan):
             logger.log(line)
         events = RunEvents(directory.path if ranks.is_rank_zero else None)
+        reports = ranks.is_rank_zero and resolved.exp_manager.create_report
+        report = stack.enter_context(RunReport(directory.path if reports else None, logger.log))
         stack.enter_context(_errors_in_log(logger, events))
         stack.enter_context(report_out_of_memory(root, device, plan))
         yield RunContext(
@@ -175,6 +180,7 @@ def open_run(
             plan=plan,
             callbacks=users,
             loggers=own_loggers,
+            report=report,
         )
 
 

@@ -61,6 +61,18 @@ def open_to_append(directory: Path, name: str, newline: str | None = None) -> Te
     return os.fdopen(descriptor, "a", encoding="utf-8", newline=newline)
 
 
+def read_owned_text(directory: Path, name: str, limit: int = 16 << 20) -> str:
+    """Read a text file of a directory with `open_owned`; one with more than `limit` characters is cut there.
+
+    Raises:
+        UserError: it is a link, or not a regular file.
+        OSError: it cannot be read.
+    """
+    file = open_owned(directory, name, os.O_RDONLY)
+    with os.fdopen(file, encoding="utf-8", errors="replace") as text:
+        return text.read(limit)
+
+
 def make_owned_directory(directory: Path, name: str) -> Path:
     """Create a directory below another, which exists; no part of `name` may be a link. Return its path.
 

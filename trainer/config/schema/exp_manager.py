@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from ....models.config.key_block import ConfigBlock, NonEmptyText, block_default
+from ....models.config.key_block import ConfigBlock, NonEmptyText, block_default, extension_field
 from ...loggers.logger_backends import LoggerKeys
 
 Metric = Literal[
@@ -125,6 +125,11 @@ class RunKeys(ConfigBlock):
     """Metric and criteria of early stopping."""
     ema: EmaBlock = block_default(EmaBlock)
     """Exponential moving average of the weights."""
+    create_report: bool = extension_field(True)
+    """Write report.html, a page with curves, memory, attention and configuration, when the run ends."""
+    report_sample_tokens: int = extension_field(64, ge=0, le=1000)
+    """Most tokens of the sample in the report, which a GPT or T5 of one process generates when training ends, within
+    3 seconds; 0: none."""
 
 
 class ExpManagerBlock(LoggerKeys, RunKeys):
