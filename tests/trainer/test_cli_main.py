@@ -8,6 +8,7 @@ import subprocess
 import sys
 import types
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -319,7 +320,8 @@ def test_code_of_the_users_own_runs_where_env_vars_are_set_already(
     assert launched == [(1, ["string"])]
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "first", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr("stoker.trainer.cli.rank_entry.train_as_rank", lambda config, placement: 7)
+    result = SimpleNamespace(exit_code=7)
+    monkeypatch.setattr("stoker.trainer.train.train_as_rank", lambda config, placement: result)
     monkeypatch.setenv("STOKER_TEST_FLAG", "1")
     words = ["train", "--import", "string", "trainer.accelerator=cpu", "trainer.devices=2", "model.micro_batch_size=8"]
     assert main.main([*words, "env_vars.STOKER_TEST_FLAG=1"]) == 7
