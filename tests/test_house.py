@@ -36,12 +36,13 @@ def test_every_package_is_declared() -> None:
 
 
 def test_every_data_file_is_package_data() -> None:
-    """A wheel holds the YAML files that the rooms read."""
+    """A wheel holds the YAML and JSON files that the rooms read."""
     declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
     folders = {package: ROOT.joinpath(*package.split(".")[1:]) for package in declared}
     packaged = {path for package, globs in declared.items() for glob in globs for path in folders[package].glob(glob)}
-    files = [path for room in (*FLOORS, "conf") for path in (ROOT / room).rglob("*.yaml")]
-    assert len(files) > 50
+    data = {".yaml", ".json"}
+    files = [path for room in (*FLOORS, "conf") for path in (ROOT / room).rglob("*") if path.suffix in data]
+    assert len(files) > 60
     assert [name(path) for path in files if path not in packaged] == []
 
 

@@ -93,12 +93,12 @@ def _has(folder: Path, group: str, name: str) -> bool:
 
 
 def main_comment(path: Path) -> str:
-    """Return the comment a YAML file begins with, without Hydra's `@package` line."""
+    """Return the comment a YAML file begins with, without the lines for Hydra (`@package`) and for editors."""
     found: list[str] = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         if not line.startswith("#"):
             break
-        if not re.match(r"#\s*@package\b", line):
+        if not re.match(r"#\s*(@package|yaml-language-server:)", line):
             found.append(line.removeprefix("#").strip())
     return " ".join(found)
 

@@ -15,6 +15,7 @@ from collections import namedtuple
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..utils import environment
@@ -222,6 +223,16 @@ def _add_config_verb_arguments(parser: argparse.ArgumentParser) -> None:
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print one JSON object")
     form.add_argument("--schema", action="store_true", help="print the JSON schema of a model family, for editors")
+    form.add_argument(
+        "--schema-path",
+        nargs="?",
+        const="primary",
+        metavar="GROUP",
+        help="print the path of the JSON schema of a config group's files (default: of primary files)",
+    )
+    form.add_argument(
+        "--schema-files", type=Path, metavar="DIR", help="write the JSON schema of each group to a folder"
+    )
     form.add_argument("--all", action="store_true", help="list every known key of the model family, with its state")
     form.add_argument("--docs", action="store_true", help="print docs/configuration.md")
 
@@ -297,9 +308,19 @@ def _config(args: argparse.Namespace) -> int:
     if args.docs:
         print(render.as_docs_page().rstrip("\n"))
         return EXIT_OK
+    if args.schema_path or args.schema_files:
+        from ..config import json_schema
+
+        if args.schema_path:
+            print(json_schema.schema_path(args.schema_path))
+        else:
+            json_schema.write_schema_files(args.schema_files)
+        return EXIT_OK
     if args.schema or args.all:
+        from ..config.json_schema import as_json_schema
+
         family = load_config(args).root.model.family
-        print((render.as_json_schema(family) if args.schema else render.as_key_list(family)).rstrip("\n"))
+        print((as_json_schema(family) if args.schema else render.as_key_list(family)).rstrip("\n"))
         return EXIT_OK
     try:
         config = load_config(args)

@@ -1,4 +1,4 @@
-"""Output of `stoker config`: effective configuration with origins as YAML or JSON, JSON schema, docs page."""
+"""Output of `stoker config`: effective configuration with origins as YAML or JSON, list of keys, docs page."""
 
 from __future__ import annotations
 
@@ -15,9 +15,27 @@ from .nemo.key_table import KeyState, key_table, unsupported_values
 from .problems import MAX_LISTED, ConfigError, KeyReport, with_origin
 from .run_config import RunConfig
 from .schema.key_index import SchemaKey, find_key, format_value, schema_blocks, schema_keys
-from .schema.root import MODEL_BLOCKS, RootBlock
 
 _MAX_COMMENT_COLUMN = 48
+_EDITORS = """\
+## In an editor
+
+Editors with [yaml-language-server](https://github.com/redhat-developer/yaml-language-server) (VS Code's YAML extension,
+Neovim, Emacs, Helix and others) complete keys, show their meaning, state and default, and underline unknown keys and
+values of a wrong type in every file that names its JSON schema, as all files of `stoker/conf` do:
+
+```yaml
+# @package model.data
+# yaml-language-server: $schema=../schema/data.json
+data_impl: text
+path: ???
+```
+
+`stoker config --schema-files conf/schema` writes the schemas into a folder beside your own files: `data.json` is for
+the group `data`, `primary.json` for train.yaml, finetune.yaml and whatever `--config-name` names. `--schema-path
+data` prints the path of the installed one instead. `# @package` must stay the first line: Hydra reads no further than
+the first other comment. Rules between keys and NeMo's other spellings of values are not in a schema; `stoker config`
+has them."""
 
 
 def as_yaml(key_reports: Sequence[KeyReport]) -> str:
@@ -109,54 +127,6 @@ def as_key_list(family: Family = "gpt") -> str:
     )
 
 
-def as_json_schema(family: Family = "gpt") -> str:
-    """Return a JSON schema of a family's configuration files, for editors.
-
-    Every value may also be an interpolation; keys that do not act are described as such.
-    """
-    schema = RootBlock.model_json_schema()
-    schema["properties"]["model"] = {"$ref": f"#/$defs/{MODEL_BLOCKS[family].__name__}"}
-    for other in FAMILIES:
-        if other != family:
-            del schema["$defs"][MODEL_BLOCKS[other].__name__]
-    blocks = [schema, *schema.get("$defs", {}).values()]
-    for block in blocks:
-        for name, described in block.get("properties", {}).items():
-            if "$ref" not in described:
-                block["properties"][name] = _or_interpolation(described)
-    schema["properties"]["defaults"] = {
-        "type": "array",
-        "description": "Hydra's defaults list: the files merged before this one.",
-    }
-    for row in key_table().values():
-        holder, name = _block_for(schema, row.pattern.removesuffix(".*"), family)
-        if holder is not None:
-            holder["properties"].setdefault(name, {"description": f"{row.state.value}: {row.note}"})
-    schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
-    schema["title"] = "stoker configuration"
-    return json.dumps(schema, indent=2)
-
-
-def _or_interpolation(described: dict[str, Any]) -> dict[str, Any]:
-    about = {name: described.pop(name) for name in ("description", "default", "title") if name in described}
-    own = described.pop("own", None)
-    return {**about, **({"x-own": True} if own else {}), "anyOf": [described, {"type": "string", "pattern": r"\$\{"}]}
-
-
-def _block_for(schema: dict[str, Any], path: str, family: Family) -> tuple[dict[str, Any] | None, str]:
-    """Return the schema of the innermost block around `path`, and the first name of `path` below it."""
-    block = schema
-    walked = ""
-    for name in path.split("."):
-        walked = dotted_paths.join(walked, name)
-        if walked not in schema_blocks(family):
-            return block, name
-        target = block["properties"][name]
-        reference = target.get("$ref") or target["allOf"][0]["$ref"]
-        block = schema["$defs"][reference.rpartition("/")[2]]
-    return None, ""
-
-
 def as_docs_page() -> str:
     """Return docs/configuration.md: every key with state, accepted values, default and meaning."""
     return "\n".join(_docs_lines()) + "\n"
@@ -173,6 +143,8 @@ def _docs_lines() -> Iterator[str]:
         "effect here). Any other key is an error. Keys marked *own* are stoker's; all others are NeMo's, with the same "
         "meaning."
     )
+    yield ""
+    yield from _EDITORS.splitlines()
     yield ""
     yield "## Keys that act"
     yield from _tables(schema_keys().values(), schema_blocks())
