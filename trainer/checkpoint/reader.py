@@ -40,6 +40,7 @@ from ...models.peft.apply import trainable_parameters
 from ..optim.base_optimizer import Optimizer
 from ..utils.errors import UserError
 from ..utils.local_shard import LocalShard, local_shards
+from ..utils.progress import Progress
 from ..utils.safetensors_io import DamagedFileError, FileRecord, read_json, verify_file
 from .checkpoint_paths import STEP_NAME, checkpoint_paths
 from .hf_files import missing_model_hint
@@ -303,14 +304,13 @@ def open_checkpoint(path: Path, *, with_optimizer: bool = True, verify: bool = T
     if with_optimizer and not shard_files(OPTIMIZER, records):
         raise DamagedFileError("it holds a converted model without optimizer state; use model.restore_from_path")
     skipped = () if with_optimizer else shard_files(OPTIMIZER, records)
-    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # hashing releases the GIL
-        checks = [
-            pool.submit(verify_file, path / name, record)
-            for name, record in records.items()
-            if verify and name not in skipped
-        ]
-    for check in checks:
-        check.result()
+    checked = {name: record for name, record in records.items() if verify and name not in skipped}
+    total = sum(record.size for record in checked.values())
+    with Progress("verifying", total, "bytes") as progress, ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        # hashing releases the GIL
+        checks = [pool.submit(verify_file, path / name, record, progress.advance) for name, record in checked.items()]
+        for check in checks:
+            check.result()
     try:
         state = RunState.model_validate(read_json(path / STATE))
     except ValidationError as error:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from ..distributed.placement import torchrun_ranks
 from ..utils import environment
 from ..utils.errors import EXIT_OK, UserError
+from ..utils.progress import shown
 from . import evaluate_tasks as tasks
 from .common_arguments import add_checkpoint_arguments, add_pipeline_argument, model_path, positive_int
 from .early_checks import check_model_path
@@ -49,7 +50,8 @@ def run(args: argparse.Namespace) -> int:
     if tasks.has_tasks(args):
         if torchrun_ranks(environment.snapshot())[1] > 1:
             raise UserError("the tasks of the harness run in one process; start stoker evaluate without torchrun")
-        return tasks.run(args, path)
+        with shown(False):  # the harness has bars of its own
+            return tasks.run(args, path)
     check_model_path(path)
     from ..conversion.load_model import load_model
     from ..distributed.inference_ranks import inference_ranks

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..utils import environment
 from ..utils.errors import EXIT_OK, UserError
+from ..utils.progress import Progress
 from ..utils.text import truncate_lines
 from .common_arguments import (
     add_checkpoint_arguments,
@@ -187,15 +188,17 @@ def _generate(args: argparse.Namespace, prompts: list[_Prompt], restored: Loaded
         return EXIT_OK
     search = _beam_search(args)
     group_size = args.batch_size * _BATCHES_PER_GROUP
-    for first in range(0, len(prompts), group_size):
-        part = slice(first, first + group_size)
-        if search is None:
-            outputs = generator.generate(read[part], limits, sampling, [seed] * len(read[part]), args.batch_size)
-        else:
-            outputs = generator.beam_search(read[part], limits, search, args.batch_size * search.beams)
-        texts = [output.text for output in outputs]
-        for number, (prompt, text) in enumerate(zip(prompts[part], texts, strict=True), first + 1):
-            _print(_format_output(prompt, text, args, number, len(prompts), with_prompt=not (is_t5 or args.chat)))
+    with Progress("generating", len(prompts), "texts") as progress:
+        for first in range(0, len(prompts), group_size):
+            part = slice(first, first + group_size)
+            if search is None:
+                outputs = generator.generate(read[part], limits, sampling, [seed] * len(read[part]), args.batch_size)
+            else:
+                outputs = generator.beam_search(read[part], limits, search, args.batch_size * search.beams)
+            texts = [output.text for output in outputs]
+            progress.hide()
+            for number, (prompt, text) in enumerate(zip(prompts[part], texts, strict=True), first + 1):
+                _print(_format_output(prompt, text, args, number, len(prompts), with_prompt=not (is_t5 or args.chat)))
     return EXIT_OK
 
 

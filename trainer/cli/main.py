@@ -28,6 +28,7 @@ from ..utils.errors import (
     UserError,
     save_traceback,
 )
+from ..utils.progress import shown
 from ..utils.redaction import redact_arguments
 from ..utils.signals import exit_on_signals, raise_on_ctrl_c
 from .argument_parser import ArgumentParser
@@ -69,6 +70,8 @@ VERBS = {
     "quickstart": Verb("train a small GPT on this machine in about a minute"),
     "doctor": Verb("check this machine: packages, devices, memory"),
 }
+
+_WITH_PROGRESS = frozenset({"plan", "generate", "evaluate", "convert", "preprocess"})
 
 _OVERVIEW = """usage: stoker VERB [options] [key=value ...]
 
@@ -153,7 +156,8 @@ def _dispatch(arguments: list[str]) -> int:
         from ..utils.import_modules import import_plugins
 
         import_plugins(args.imports)
-    return run(args)
+    with shown(name in _WITH_PROGRESS and environment.snapshot().get("RANK", "0") == "0"):
+        return run(args)
 
 
 def _unknown_verb(name: str) -> list[str]:

@@ -7,7 +7,7 @@ import sys
 import time
 from types import FrameType
 
-from ..data.preprocess.job import Job, PreprocessResult, Progress, preprocess, tokenizer_path
+from ..data.preprocess.job import Job, PreprocessResult, preprocess, tokenizer_path
 from ..data.preprocess.journal import parts_folder
 from ..data.preprocess.read_documents import ReadOptions
 from ..data.preprocess.train_tokenizer import MAX_VOCAB_SIZE, MIN_VOCAB_SIZE
@@ -15,9 +15,8 @@ from ..data.tokenizers.tokenizer_files import SpecialTokens, load_tokenizer
 from ..utils.environment import available_cores, user_path
 from ..utils.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_TERMINATED, UserError
 from ..utils.signals import handlers_set
-from ..utils.text import format_duration, pluralize
+from ..utils.text import pluralize
 
-_LINE_SECONDS = 30.0
 _MAX_WORKERS = 256
 
 
@@ -65,7 +64,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Preprocess and print a summary."""
     job = _job(args)
-    line = _ProgressLine()
     stopped_by: list[int] = []
 
     def interrupt(number: int, frame: FrameType | None) -> None:
@@ -76,16 +74,14 @@ def run(args: argparse.Namespace) -> int:
     started = time.monotonic()
     try:
         with handlers_set(interrupt):
-            outcome = preprocess(job, line.show, line.say)
+            outcome = preprocess(job, _log)
     except (KeyboardInterrupt, UserError) as error:
-        line.end()
         if isinstance(error, UserError):
             raise
         folder = parts_folder(job.prefix)
         kept = f"; finished parts are kept in {folder}: the same command resumes from there" if folder.is_dir() else ""
-        line.say(f"interrupted{kept}")
+        _log(f"interrupted{kept}")
         return EXIT_TERMINATED if stopped_by else EXIT_INTERRUPTED
-    line.end()
     _report(job, outcome, time.monotonic() - started)
     return EXIT_OK
 
@@ -141,36 +137,5 @@ def _report(job: Job, outcome: PreprocessResult, seconds: float) -> None:
         print(f"tokenizer: {tokenizer_path(job.prefix)}")
 
 
-class _ProgressLine:
-    """Progress on standard error: a line updated in place on a terminal, else a line every half minute."""
-
-    def __init__(self) -> None:
-        self._started = time.monotonic()
-        self._last = self._started
-        self._live = sys.stderr.isatty()
-        self._shown = False
-
-    def show(self, progress: Progress) -> None:
-        now = time.monotonic()
-        if now - self._last < (0.5 if self._live else _LINE_SECONDS):
-            return
-        self._last = now
-        seconds = now - self._started
-        done = progress.fraction - progress.resumed
-        left = seconds * (1 - progress.fraction) / done if done > 0 else None
-        eta = "" if left is None else f", {format_duration(left)} left"
-        text = (
-            f"{progress.fraction:6.1%}  {pluralize(progress.documents, 'document')}, "
-            f"{progress.text_bytes / seconds / 1e6:.1f} MB/s{eta}"
-        )
-        print(f"\r\x1b[K{text}" if self._live else text, end="" if self._live else "\n", file=sys.stderr, flush=True)
-        self._shown = self._live
-
-    def say(self, text: str) -> None:
-        self.end()
-        print(text, file=sys.stderr, flush=True)
-
-    def end(self) -> None:
-        if self._shown:
-            print(file=sys.stderr, flush=True)
-            self._shown = False
+def _log(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

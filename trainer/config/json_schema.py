@@ -77,7 +77,7 @@ _SHARED: Mapping[str, Schema] = MappingProxyType(
 
 def schema_files() -> dict[str, str]:
     """Return the text of each schema file by name: `stoker.json`, and one for each group."""
-    trees = {family: _family_tree(family) for family in FAMILIES}
+    trees: dict[Family, Schema] = {family: _family_tree(family) for family in FAMILIES}
     definitions = _Definitions()
     for group, package in GROUPS.items():
         definitions.add(f"{group}.yaml", _file_schema(package, trees, definitions))

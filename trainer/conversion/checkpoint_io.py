@@ -19,6 +19,7 @@ from ..config.run_config import RunConfig
 from ..data.tokenizers.tokenizer import Tokenizer
 from ..data.tokenizers.tokenizer_document import tokenizer_from_dict
 from ..utils.errors import UserError
+from ..utils.progress import Progress
 from ..utils.safetensors_io import DamagedFileError, write_safetensors_stream
 from .tensor_source import TensorSource
 
@@ -89,5 +90,6 @@ def write_converted_checkpoint(
     step = folder / "checkpoints" / "step-0"
     step.mkdir(parents=True)
     name = shard_file_name(kind, 0, 1)
-    record = write_safetensors_stream(step / name, tensors.specs, tensors.read)
+    with Progress("writing", sum(spec.num_bytes for spec in tensors.specs.values()), "bytes") as progress:
+        record = write_safetensors_stream(step / name, tensors.specs, tensors.read, on_write=progress.advance)
     write_metadata(step, {name: record}, state, config_document, tokenizer_document)

@@ -25,6 +25,7 @@ from ..config.schema.root import MODEL_BLOCKS
 from ..data.tokenizers.tokenizer import Tokenizer
 from ..data.tokenizers.vocabulary import model_vocab_size
 from ..utils.errors import UserError
+from ..utils.progress import Progress
 from ..utils.safetensors_io import TensorSpec, write_json, write_safetensors_stream
 from ..utils.text import truncate_lines
 from .checkpoint_io import checkpoint_config, checkpoint_tokenizer, damage_as_user_error
@@ -212,13 +213,14 @@ def _write_weights(folder: Path, outgoing: HFModel, tensors: TensorSource, shard
         shards[-1][name] = spec
         size += spec.num_bytes
     read = _hf_tensors(outgoing, tensors)
+    total = sum(spec.num_bytes for spec in specs.values())
     weight_map: dict[str, str] = {}
-    for number, shard in enumerate(shards, start=1):
-        name = "model.safetensors" if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
-        write_safetensors_stream(folder / name, shard, read, {"format": "pt"})
-        weight_map |= dict.fromkeys(shard, name)
+    with Progress("writing", total, "bytes") as progress:
+        for number, shard in enumerate(shards, start=1):
+            name = "model.safetensors" if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
+            write_safetensors_stream(folder / name, shard, read, {"format": "pt"}, progress.advance)
+            weight_map |= dict.fromkeys(shard, name)
     if len(shards) > 1:
-        total = sum(spec.num_bytes for spec in specs.values())
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
         write_json(folder / "model.safetensors.index.json", index)
     return specs

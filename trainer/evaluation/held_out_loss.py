@@ -20,6 +20,7 @@ from ..device.precision import autocast_context
 from ..distributed.pipeline import Pipeline
 from ..distributed.process_group import DistributedContext
 from ..utils.errors import UserError
+from ..utils.progress import Progress
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,24 +147,26 @@ def evaluate(
     # Every rank makes the same number of calls, if need be with all labels ignored: all-gathers of sharded weights are
     # collective.
     rounds = -(-batches // ranks.world_size)
-    for round_index in range(rounds):
-        if round_index and should_stop is not None and should_stop():
-            raise EvaluationInterruptedError(f"after {round_index} of {rounds} batches")
-        number = round_index * ranks.world_size + ranks.rank
-        count = min(batch_size, samples.samples - number * batch_size) if number < batches else 0
-        fields = batch_tensors(samples.batch(min(number, batches - 1) * batch_size, max(count, 1)))
-        if count == 0:
-            fields["labels"] = torch.full_like(fields["labels"], IGNORE_INDEX)
-        labels = fields["labels"]
-        counted = labels[labels != IGNORE_INDEX].numpy()
-        # Pad a smaller last batch, which a compiled model would recompile for.
-        if len(labels) < batch_size and (number > 0 or ranks.world_size > 1 or pads_batches):
-            fields = {name: pad_rows(name, field, batch_size) for name, field in fields.items()}
-        fields = fields if shard is None else shard(fields)
-        losses.append(loss(**{name: field.to(device) for name, field in fields.items()}))
-        if counts_targets:
-            tokens += len(counted)
-            text_bytes += int(token_bytes[counted].sum())
+    with Progress("evaluating", batches, "batches") as progress:
+        for round_index in range(rounds):
+            if round_index and should_stop is not None and should_stop():
+                raise EvaluationInterruptedError(f"after {round_index} of {rounds} batches")
+            number = round_index * ranks.world_size + ranks.rank
+            count = min(batch_size, samples.samples - number * batch_size) if number < batches else 0
+            fields = batch_tensors(samples.batch(min(number, batches - 1) * batch_size, max(count, 1)))
+            if count == 0:
+                fields["labels"] = torch.full_like(fields["labels"], IGNORE_INDEX)
+            labels = fields["labels"]
+            counted = labels[labels != IGNORE_INDEX].numpy()
+            # Pad a smaller last batch, which a compiled model would recompile for.
+            if len(labels) < batch_size and (number > 0 or ranks.world_size > 1 or pads_batches):
+                fields = {name: pad_rows(name, field, batch_size) for name, field in fields.items()}
+            fields = fields if shard is None else shard(fields)
+            losses.append(loss(**{name: field.to(device) for name, field in fields.items()}))
+            if counts_targets:
+                tokens += len(counted)
+                text_bytes += int(token_bytes[counted].sum())
+            progress.update(min(batches, number + ranks.world_size))
     total = sum(torch.stack(losses).tolist())
     replicas = replicas or ranks
     if replicas.world_size > 1:

@@ -21,6 +21,7 @@ from ..data.tokenizers.tokenizer import Tokenizer
 from ..device.precision import autocast_context
 from ..utils.errors import UserError
 from ..utils.host_memory import host_memory
+from ..utils.progress import Progress
 from .beam_search import BeamSearchConfig, run_beam_search
 from .decode_loop import DecodeLoop
 from .sampling import SamplingParams, TextStreamer
@@ -164,11 +165,13 @@ class Generator:
         loop = self._loop(min(batch_size, len(read)), read, limits, sampling)
         rows = [self._row(limits) for _ in read]
         order = sorted(range(len(read)), key=lambda number: -len(read[number]))
-        for first in range(0, len(order), batch_size):
-            batch = order[first : first + batch_size]
-            pieces = self._pieces(loop, [read[n] for n in batch], [rows[n] for n in batch], [seeds[n] for n in batch])
-            for _ in pieces:
-                pass
+        with Progress("generating", len(read), "texts") as progress:
+            for first in range(0, len(order), batch_size):
+                batch = order[first : first + batch_size]
+                texts = [read[n] for n in batch]
+                for _ in self._pieces(loop, texts, [rows[n] for n in batch], [seeds[n] for n in batch]):
+                    pass
+                progress.advance(len(batch))
         return [row.written() for row in rows]
 
     def beam_search(
@@ -186,22 +189,24 @@ class Generator:
         found: dict[int, GenerationOutput] = {}
         longest = [self._room(limits, len(prompt)) for prompt in read]
         order = sorted(range(len(read)), key=lambda number: (longest[number], -len(read[number])))
-        for batch in _batches(order, longest, max(1, batch_size // search.beams)):
-            texts, most = [read[number] for number in batch], longest[batch[0]]
-            with self._within():
-                decoder = self._decoder(len(texts) * search.beams, max(map(len, texts)), most, search.beams)
-            results = run_beam_search(
-                decoder, texts, search, max_new_tokens=most, eos_ids=limits.end_ids(self._tokenizer),
-                device=self._device, autocast=self._within, decoder_start_id=self._start,
-            )  # fmt: skip
-            for number, result in zip(batch, results, strict=True):
-                row = self._row(limits)
-                for token in result[0].tokens:
-                    row.take(token)
-                    if row.done:
-                        break
-                row.finish(ended=row.done or result[0].ended_by_eos)
-                found[number] = row.written()
+        with Progress("generating", len(read), "texts") as progress:
+            for batch in _batches(order, longest, max(1, batch_size // search.beams)):
+                texts, most = [read[number] for number in batch], longest[batch[0]]
+                with self._within():
+                    decoder = self._decoder(len(texts) * search.beams, max(map(len, texts)), most, search.beams)
+                results = run_beam_search(
+                    decoder, texts, search, max_new_tokens=most, eos_ids=limits.end_ids(self._tokenizer),
+                    device=self._device, autocast=self._within, decoder_start_id=self._start,
+                )  # fmt: skip
+                for number, result in zip(batch, results, strict=True):
+                    row = self._row(limits)
+                    for token in result[0].tokens:
+                        row.take(token)
+                        if row.done:
+                            break
+                    row.finish(ended=row.done or result[0].ended_by_eos)
+                    found[number] = row.written()
+                progress.advance(len(batch))
         return [found[number] for number in range(len(read))]
 
     # ---------------------------------------------------------------- helpers

@@ -19,6 +19,7 @@ from ..config.resolved_run import resolve_run
 from ..config.schema.optim import optimizer_kind
 from ..config.schema.root import RootBlock
 from ..utils.errors import UserError
+from ..utils.progress import Progress
 from .run_inputs import Target
 from .run_plan import Plan, make_plan
 from .search import (
@@ -62,18 +63,20 @@ def search_layouts(root: RootBlock, target: Target, vocab_size: int | None) -> l
         vocab_size: of the tokenizer; None: `override_vocab_size`.
     """
     found: list[tuple[Change, PlannedRun]] = []
-    for layout in _layouts(root):
-        run = _planned(root, target, vocab_size, layout)
-        if run is None:
-            continue
-        modes: list[Values] = [{}, run.in_stacks({"activations_checkpoint_granularity": None})]
-        if layout["pipeline_model_parallel_size"] == 1:
-            modes += recompute_modes(run)[-2:]
-        modes.append(run.in_stacks(full_recompute("uniform", 1)))
-        changes = filter(None, (with_largest_batch(run, mode) for mode in modes))
-        fitting = [change for change in changes if change.plan.fits is not False]
-        if fitting:
-            found.append((min(fitting, key=cost), run))
+    layouts = list(_layouts(root))
+    with Progress("searching layouts", len(layouts), "layouts") as progress:
+        for layout in progress.over(layouts):
+            run = _planned(root, target, vocab_size, layout)
+            if run is None:
+                continue
+            modes: list[Values] = [{}, run.in_stacks({"activations_checkpoint_granularity": None})]
+            if layout["pipeline_model_parallel_size"] == 1:
+                modes += recompute_modes(run)[-2:]
+            modes.append(run.in_stacks(full_recompute("uniform", 1)))
+            changes = filter(None, (with_largest_batch(run, mode) for mode in modes))
+            fitting = [change for change in changes if change.plan.fits is not False]
+            if fitting:
+                found.append((min(fitting, key=cost), run))
     found.sort(key=lambda each: cost(each[0]))
     best: dict[object, Change] = {}
     for number, (change, run) in enumerate(found):

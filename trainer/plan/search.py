@@ -23,6 +23,7 @@ from ..config.rules.all_rules import run_rules
 from ..config.rules.rule_context import RuleContext
 from ..config.schema.root import RootBlock
 from ..utils.errors import UserError
+from ..utils.progress import Progress
 from .run_inputs import Target
 from .run_plan import Plan, make_plan
 
@@ -95,10 +96,12 @@ def suggest_changes(root: RootBlock, target: Target, plan: Plan, *, limit: int =
     """
     run, found = PlannedRun(root, target, plan), []
     batches = [{"micro_batch_size": each} for each in run.micro_batches()[1:7]]
-    for values in (*recompute_modes(run), *_offloading(run), *batches, *_others(run)):
-        change = run.changed(values)
-        if change is not None and change.plan.allocated < 0.99 * plan.allocated:
-            found.append(change)
+    candidates = [*recompute_modes(run), *_offloading(run), *batches, *_others(run)]
+    with Progress("searching settings", len(candidates), "settings") as progress:
+        for values in progress.over(candidates):
+            change = run.changed(values)
+            if change is not None and change.plan.allocated < 0.99 * plan.allocated:
+                found.append(change)
     if not any(change.plan.fits for change in found):
         return sorted(found, key=lambda change: change.plan.needed)[:limit]
     found.sort(key=lambda change: (change.plan.fits is False, change.plan.seconds, change.plan.allocated))
@@ -114,14 +117,16 @@ def search(root: RootBlock, target: Target, plan: Plan) -> tuple[Change | None, 
     run, unchanged = PlannedRun(root, target, plan), Change({}, plan)
     best = unchanged if plan.fits else None
     least = unchanged
-    for values in _combinations(run):
-        change = with_largest_batch(run, values)
-        if change is None:
-            continue
-        if change.plan.fits and (best is None or cost(change) < cost(best)):
-            best = change
-        if change.plan.needed < least.plan.needed:
-            least = change
+    combinations = list(_combinations(run))
+    with Progress("searching settings", len(combinations), "settings") as progress:
+        for values in progress.over(combinations):
+            change = with_largest_batch(run, values)
+            if change is None:
+                continue
+            if change.plan.fits and (best is None or cost(change) < cost(best)):
+                best = change
+            if change.plan.needed < least.plan.needed:
+                least = change
     return best, least
 
 

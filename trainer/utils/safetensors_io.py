@@ -28,6 +28,8 @@ MAX_HEADER_BYTES = 32 << 20
 MAX_TENSORS = 200_000
 """Tensors of a file; the largest known model has 91,000 in all of its files."""
 
+_HASHED_BYTES = 1 << 18
+
 _DTYPE_NAMES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -113,6 +115,7 @@ def write_safetensors_stream(
     specs: Mapping[str, TensorSpec],
     get_tensor: Callable[[str], Tensor],
     metadata: Mapping[str, str] | None = None,
+    on_write: Callable[[int], None] = lambda _: None,
 ) -> FileRecord:
     """Write a new safetensors file with fsync, from tensors that are produced one at a time.
 
@@ -125,6 +128,7 @@ def write_safetensors_stream(
         specs: dtype and shape by name.
         get_tensor: returns the tensor of a name, matching `specs`; called once per name.
         metadata: strings for the header.
+        on_write: called with the size of each tensor once it is written.
     """
     order = sorted(specs, key=lambda name: (-specs[name].dtype.itemsize, name))
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
@@ -145,6 +149,7 @@ def write_safetensors_stream(
             flat = tensor.detach().cpu().contiguous().reshape(-1)
             if flat.numel():
                 file.write(flat.view(torch.uint8).numpy().data)
+            on_write(specs[name].num_bytes)
         return file.finish()
 
 
@@ -174,8 +179,8 @@ def read_json(path: Path, *, byte_exact: bool = False, max_bytes: int = MAX_JSON
     return document
 
 
-def verify_file(path: Path, record: FileRecord) -> None:
-    """Compare a file with its recorded size and hash.
+def verify_file(path: Path, record: FileRecord, on_read: Callable[[int], None] = lambda _: None) -> None:
+    """Compare a file with its recorded size and hash; `on_read` is called with the size of each piece that is hashed.
 
     Raises:
         DamagedFileError: missing, not a regular file, or different.
@@ -184,7 +189,11 @@ def verify_file(path: Path, record: FileRecord) -> None:
         size = os.fstat(file.fileno()).st_size
         if size != record.size:
             raise DamagedFileError(f"{path.name} has {size:,} bytes instead of {record.size:,}")
-        if hashlib.file_digest(file, "sha256").hexdigest() != record.sha256:
+        digest, buffer = hashlib.sha256(), bytearray(_HASHED_BYTES)
+        while count := file.readinto(buffer):
+            digest.update(memoryview(buffer)[:count])
+            on_read(count)
+        if digest.hexdigest() != record.sha256:
             raise DamagedFileError(f"{path.name} does not have the SHA-256 that was recorded when it was written")
 
 

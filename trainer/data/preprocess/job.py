@@ -13,6 +13,7 @@ from typing import Any
 
 from ...utils.durable_files import atomic_write
 from ...utils.errors import EXIT_IO, UserError
+from ...utils.progress import Progress
 from ...utils.text import pluralize
 from ..sources.indexed_tokens import MAX_METADATA_BYTES, IndexedWriter, bin_path, idx_path, token_dtype
 from ..tokenizers.tokenizer import Tokenizer
@@ -56,23 +57,6 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
-    """Progress of the command.
-
-    Attributes:
-        documents: documents processed by this command.
-        text_bytes: bytes of their text.
-        fraction: fraction of the inputs that is processed, 0 to 1, including earlier runs.
-        resumed: the fraction at the start.
-    """
-
-    documents: int
-    text_bytes: int
-    fraction: float
-    resumed: float
-
-
-@dataclass(frozen=True, slots=True)
 class PreprocessResult:
     """Result of `stoker preprocess`.
 
@@ -89,11 +73,8 @@ class PreprocessResult:
     resumed_parts: int = 0
 
 
-def preprocess(job: Job, on_progress: Callable[[Progress], None], log: Callable[[str], None]) -> PreprocessResult:
+def preprocess(job: Job, log: Callable[[str], None]) -> PreprocessResult:
     """Run the command, or resume an earlier run of it.
-
-    Args:
-        on_progress: called about twice a second.
 
     Raises:
         UserError: inputs, tokenizer or output are unusable; finished parts are kept.
@@ -115,7 +96,7 @@ def preprocess(job: Job, on_progress: Callable[[Progress], None], log: Callable[
                 "the tokenizer has no end-of-document token with a usual name; set --eod-token TOKEN, "
                 "or use --no-append-eod"
             )
-        tally = _Work(job, sources, units, chunk, tokenizer, journal, on_progress).run()
+        tally = _Work(job, sources, units, chunk, tokenizer, journal).run()
         _check_documents(tally, sources)
         summary = {
             "format": FORMAT,
@@ -142,21 +123,19 @@ class _Work:
     chunk: int
     tokenizer: Tokenizer
     journal: Journal
-    on_progress: Callable[[Progress], None]
     weight: int = 0
-    resumed_weight: int = 0
     session: DocumentCounts = field(default_factory=DocumentCounts)
 
     @cached_property
-    def total(self) -> int:
-        return max(1, sum(source.size for source in self.sources))
+    def progress(self) -> Progress:
+        return Progress("tokenizing", sum(source.size for source in self.sources), "bytes")
 
     def run(self) -> DocumentCounts:
         """Process the unfinished parts; return the counts of all parts."""
         for number, unit in enumerate(self.units):
             self.weight += sum(span.weight for span in unit.spans) if (number, 0) in self.journal.parts else 0
             self.weight += self.sources[unit.stream].size if self._stream_is_done(number) else 0
-        self.resumed_weight = self.weight
+        self.progress.resume(self.weight)
         settings = {
             "tokenizer": self.tokenizer.to_dict(),
             "eod_id": self.tokenizer.eos_id if self.job.append_eod else None,
@@ -165,7 +144,7 @@ class _Work:
             "paths": [source.path for source in self.sources],
             "kinds": [source.kind for source in self.sources],
         }
-        with WorkerPool(self.job.workers, settings) as pool:
+        with self.progress, WorkerPool(self.job.workers, settings) as pool:
             pool.run(self._tasks(), self._on_answer, self._report)
         tally = DocumentCounts()
         for key in sorted(self.journal.parts):
@@ -198,7 +177,7 @@ class _Work:
                 self.journal.add_damage(key, source, chunk.first_line)
             elif key in self.journal.parts:
                 self.weight += weight
-                self.resumed_weight += weight
+                self.progress.resume(weight)
             else:
                 yield self._task(key, {"source": source, "first_line": chunk.first_line}, chunk.data, weight)
         self.journal.add_end(number, count)
@@ -222,8 +201,8 @@ class _Work:
                 raise RuntimeError(f"a worker process failed:\n{answer.get('bug')}")
 
     def _report(self) -> None:
-        fractions = (min(1.0, weight / self.total) for weight in (self.weight, self.resumed_weight))
-        self.on_progress(Progress(self.session.documents, self.session.bytes, *fractions))
+        done = min(self.weight, self.progress.total)
+        self.progress.update(done, pluralize(self.session.documents, "document"))
 
 
 def _identity(job: Job, sources: Sequence[InputSource]) -> dict[str, Any]:
@@ -311,8 +290,9 @@ def _place(source: InputSource, place: int, is_offset: bool) -> str:
 def _publish(job: Job, tokenizer: Tokenizer, journal: Journal, summary: Mapping[str, Any]) -> None:
     """Join the parts and write the results; P.json, which marks them as complete, comes last."""
     metadata_path(job.prefix).unlink(missing_ok=True)
-    with IndexedWriter(job.prefix, token_dtype(tokenizer.vocab_size)) as writer:
-        for key in sorted(journal.parts):
+    joining = Progress("joining", len(journal.parts), "parts")
+    with joining, IndexedWriter(job.prefix, token_dtype(tokenizer.vocab_size)) as writer:
+        for key in joining.over(sorted(journal.parts)):
             if journal.parts[key]["documents"]:
                 writer.add_index(journal.part_prefix(key))
         writer.finish()

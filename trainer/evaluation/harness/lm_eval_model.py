@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from lm_eval.api.instance import Instance  # pyright: ignore[reportMissingImports]
 from lm_eval.api.model import TemplateLM  # pyright: ignore[reportMissingImports]
@@ -184,7 +184,7 @@ class StokerLM(TemplateLM):
         for number, request in enumerate(requests):
             groups.setdefault(json.dumps(_arguments(request)[1], sort_keys=True), []).append(number)
         written = [""] * len(requests)
-        with tqdm(total=len(requests), desc="Generating", disable=disable_tqdm) as bar:
+        with _bar(len(requests), "Generating", disable_tqdm) as bar:
             for numbers in groups.values():
                 contexts, kwargs = zip(*(_arguments(requests[number]) for number in numbers), strict=True)
                 texts = self._generate(contexts, kwargs[0], [self._seed + number for number in numbers])
@@ -217,7 +217,7 @@ class StokerLM(TemplateLM):
         return [(score.log_probability, score.is_greedy) for score in scores]
 
     def _score(self, requests: Sequence[Request], description: str, disable_tqdm: bool) -> list[Score]:
-        with tqdm(total=len(requests), desc=description, disable=disable_tqdm) as bar:
+        with _bar(len(requests), description, disable_tqdm) as bar:
             return self._scorer.score(requests, bar.update)
 
     def _generate(self, contexts: Sequence[str], kwargs: dict[str, Any], seeds: Sequence[int]) -> list[str]:
@@ -251,6 +251,10 @@ class StokerLM(TemplateLM):
 
 
 register_model("stoker")(StokerLM)
+
+
+def _bar(total: int, description: str, disable: bool) -> tqdm[NoReturn]:
+    return tqdm(total=total, desc=description, disable=disable or None)  # None: only on a terminal
 
 
 def _arguments(request: Instance) -> tuple[Any, ...]:
