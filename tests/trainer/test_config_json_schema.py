@@ -116,7 +116,7 @@ def test_keys_without_effect_take_what_a_run_takes(family: Family) -> None:
     assert wrong == []
 
 
-@pytest.mark.parametrize(
+@looped(
     ("group", "text", "found"),
     [
         ("primary", "trainer: {max_step: 5}", "'max_step' was unexpected"),
@@ -143,7 +143,7 @@ def test_mistakes_are_errors(group: str, text: str, found: str) -> None:
     assert any(found in message for message in messages), messages
 
 
-@pytest.mark.parametrize(
+@looped(
     ("group", "text"),
     [
         (

@@ -14,7 +14,7 @@ import pytest
 import torch
 from distributed_runs import EXACT, DistributedRuns
 from test_distributed_parity import EMA, LAYOUTS, NO_BIAS, OPTIMIZERS, T5, check_equal
-from tiers import TIER
+from tiers import TIER, full_only
 from tiny_run import tiny_config
 
 from stoker.trainer.config.resolved_run import resolve_run
@@ -23,7 +23,7 @@ from stoker.trainer.config.rules.rule_context import RuleContext
 from stoker.trainer.core.run_checks import choose_attention
 from stoker.trainer.utils.errors import UserError
 
-NUMBER = 1 if TIER == "fast" else 60
+NUMBER = 0 if TIER == "fast" else 60
 KINDS = ("gpt", "moe", "t5", "bert", "lora", "moe")
 FULL_RECOMPUTE = {
     "model__activations_checkpoint_granularity": "full",
@@ -166,6 +166,7 @@ def runs(tmp_path_factory, forks):
     return DistributedRuns(tmp_path_factory.mktemp("runs"), forks)
 
 
+@full_only  # in the fast tier a checkpoint of four ranks that resumes on one shows the same (test_distributed_resume.py)
 @pytest.mark.parametrize("product", products(), ids=lambda product: product.name)
 def test_products_equal_one_process(runs, product):
     number = zlib.crc32(repr(product).encode())
