@@ -251,6 +251,7 @@ def test_gradients_are_given_away_as_they_are_and_once(monkeypatch, device, froz
         assert [leaf.grad is not None and leaf.grad.data_ptr() for leaf in leaves] == places
 
 
+@full_only
 @pytest.mark.parametrize("device", DEVICES)
 def test_it_compiles(device):
     hidden, weight, labels = inputs(20, 8, 16, torch.float32, device)

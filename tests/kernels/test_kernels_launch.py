@@ -44,6 +44,7 @@ def test_triton_serves_what_it_computes_well(monkeypatch, device, dtype, served)
         assert launch.triton_runs_on(torch.empty(2, device=device, dtype=dtype)) is served
 
 
+@full_only
 def test_a_kernel_compiles_without_a_gpu_and_spills_nothing(compilers: ForkServer) -> None:
     """All of them: tests/full/test_kernels_offline_compile.py."""
     (row,) = compilers.call("offline_compile", "compiled", [90], "scale")

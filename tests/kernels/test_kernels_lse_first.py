@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 from attention_cases import attend
-from tiers import DEVICES, extra, full_only, looped
+from tiers import DEVICES, cases, extra, full_only, looped
 from torch.utils.flop_counter import FlopCounterMode
 
 from stoker.kernels.attention.backends.lse_first import lse_first
@@ -119,7 +119,7 @@ LENGTHS = [(1, 65), (33, 64), (40, 33)]
 
 
 @pytest.mark.parametrize("causal", [*extra(False), True])
-@pytest.mark.parametrize(("queries", "keys"), LENGTHS)
+@pytest.mark.parametrize(("queries", "keys"), cases(LENGTHS, fast=1))
 @pytest.mark.usefixtures("stages")
 def test_every_length(queries, keys, causal):
     assert_as_good_as_torch(*inputs(queries, keys), causal=causal)
@@ -322,6 +322,7 @@ def test_order_within_the_batch_changes_no_bit(device):
     assert all(torch.equal(a, b.flip(0)) for a, b in pairs)
 
 
+@full_only
 @pytest.mark.parametrize("device", DEVICES)
 def test_operations_are_well_formed(device, monkeypatch):
     if device == "cpu":  # what is checked does not depend on who computes, and the interpreter is slow

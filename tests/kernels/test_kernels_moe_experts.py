@@ -141,7 +141,7 @@ REPEATED = ("triton", "same_expert_dropped")
 AGREE += [("grouped_mm", name) for name in ("gated_bias_dropped", "one_expert")]
 
 
-@pytest.mark.parametrize(("implementation", "name"), {**dict.fromkeys(cases(AGREE, fast=4)), REPEATED: None})
+@pytest.mark.parametrize(("implementation", "name"), {**dict.fromkeys(cases(AGREE, fast=2)), REPEATED: None})
 def test_implementations_agree_in_fp32(implementation, name):
     case, nonlinearity, gated = CASES[name]
     options: dict[str, Any] = {"nonlinearity": nonlinearity, "gated": gated}
@@ -157,7 +157,7 @@ def test_implementations_agree_in_fp32(implementation, name):
 
 
 @pytest.mark.parametrize("gated", cases([False, True], fast=1))
-@pytest.mark.parametrize("nonlinearity", NONLINEARITIES)
+@pytest.mark.parametrize("nonlinearity", cases(NONLINEARITIES, fast=2))
 def test_triton_knows_every_nonlinearity(nonlinearity, gated):
     case = make(12, 3, 1, 16, 16, gated=gated)
     options = {"nonlinearity": nonlinearity, "gated": gated}
@@ -253,7 +253,8 @@ def test_padded_drops_what_is_above_the_capacity():
     assert_close(got, value_and_gradients(case, torch.float32, implementation="sequential", **options), 1e-6)
 
 
-@pytest.mark.parametrize("implementation", ["sequential", *extra("triton", "padded")])
+@full_only
+@pytest.mark.parametrize("implementation", ["sequential", "triton", "padded"])
 def test_compiles_as_one_graph(implementation):
     case = make(13, 3, 2, 16, 16, bias=True, dropped=0.2)
     hidden, up = (case.pop(name).requires_grad_() for name in ("hidden", "up"))

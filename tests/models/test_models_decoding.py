@@ -81,7 +81,7 @@ def same(mine: Tensor, theirs: Tensor) -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("case", cases(CASES, fast=6))
+@pytest.mark.parametrize("case", cases(CASES, fast=4))
 def test_every_step_gives_what_the_whole_text_gives(case: str) -> None:
     """Texts of 1, 9 and 20 tokens go on together to the last slot; a second batch finds nothing of the first."""
     model = gpt(**CASES[case])
@@ -178,7 +178,7 @@ T5_CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("case", T5_CASES)
+@pytest.mark.parametrize("case", cases(T5_CASES, fast=3))
 @pytest.mark.parametrize("per_memory", cases([1, 2], fast=1))
 def test_a_t5_writes_what_the_whole_text_gives(case: str, per_memory: int) -> None:
     encoder, decoder, keys = T5_CASES[case]

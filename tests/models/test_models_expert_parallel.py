@@ -48,13 +48,13 @@ LENGTHS, NO_TOKENS = {"padding": True}, {"without": [2, 3]}
 CASES: list[Case] = [
     (MOE | SHARED | RECOMPUTE, QUAD, LENGTHS),
     (MOE | TIGHT | PADDED | SHARED, OVER_BOTH, {}),
-    (MOE | SINKHORN, ONE_BATCH, LENGTHS),
     (MOE | GATHER | TIGHT | SHARED | DROPOUTS, OVER_TENSOR, LENGTHS),
-    (MOE | TIGHT | DROPOUTS, PAIR, {}),
     (MOE | FIRST | SHARED | DROPOUTS, CONTEXT_TENSOR, LENGTHS | GATHERED),
     (MOE | SINKHORN | {"family": "bert"}, CONTEXT_DATA, LENGTHS | GATHERED),
     (MOE | T5 | GATHER | TIGHT, CONTEXT_PAIR, GATHERED),
     *extra(
+        (MOE | SINKHORN, ONE_BATCH, LENGTHS),
+        (MOE | TIGHT | DROPOUTS, PAIR, {}),
         *(
             (MOE | SHARED | DROPOUTS | keys | dispatcher, layout, {})
             for keys in (TIGHT | PADDED, RECOMPUTE, FULL_RECOMPUTE)

@@ -112,7 +112,7 @@ def alone(model: GPT, tokens: Tensor, row: int, begin: int, end: int, *, restart
         *extra(*((backend, False) for backend in BACKENDS[1:])),
     ],
 )
-@pytest.mark.parametrize("kind", cases(["learned_absolute", "rope", "xpos", "alibi", "sandwich", "none"], fast=3))
+@pytest.mark.parametrize("kind", cases(["learned_absolute", "rope", "xpos", "alibi", "sandwich", "none"], fast=2))
 def test_a_row_equals_its_documents_alone(backend: str, kind: str, restart: bool) -> None:
     """Hidden states, loss and all gradients; the two keys act each on its own."""
     options: dict[str, Any] = {"position_embedding_type": kind, "attention_backend": backend}

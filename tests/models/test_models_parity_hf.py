@@ -11,6 +11,7 @@ import torch.nn.functional as F
 import transformers
 from gpt_builder import build_gpt
 from hf_fp64 import keep_input_dtype, map_parameters
+from tiers import cases
 from torch import Tensor, nn
 
 from stoker.kernels.attention.flags import AttentionFlags
@@ -141,6 +142,6 @@ def test_fp64(case: str) -> None:
     assert worst_difference(CASES[case](), torch.float64) <= 1e-10
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", cases(CASES, fast=3))
 def test_fp32_with_their_own_arithmetic(case: str) -> None:
     assert worst_difference(CASES[case](), torch.float32) <= 1e-5

@@ -321,7 +321,7 @@ def combinations() -> list[tuple[str, str, str]]:
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="on a CPU Triton needs its interpreter")
-@pytest.mark.parametrize(("kind", "direction", "layout"), cases(combinations(), fast=5))
+@pytest.mark.parametrize(("kind", "direction", "layout"), cases(combinations(), fast=3))
 def test_flash_and_unfused_equal_the_definition(
     kind: str, direction: str, layout: str, generator: torch.Generator
 ) -> None:

@@ -159,13 +159,13 @@ def plainly_trained(style: str) -> dict[str, Tensor]:
     return trained(t5() if style == "t5" else gpt(**STYLES[style]))
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", cases(MODES, fast=5))
 @pytest.mark.parametrize("style", cases(["gpt", "llama"], fast=1))
 def test_a_gpt_is_trained_alike(style: str, mode: str) -> None:
     assert_same(trained(gpt(**STYLES[style], **MODES[mode])), plainly_trained(style))
 
 
-@pytest.mark.parametrize("mode", cases(MOE_MODES, fast=6))
+@pytest.mark.parametrize("mode", cases(MOE_MODES, fast=3))
 def test_a_mixture_of_experts_is_trained_alike(mode: str) -> None:
     """Noise, losses of the router and counts are those of one run."""
     plain = plainly_trained("experts")
@@ -173,7 +173,7 @@ def test_a_mixture_of_experts_is_trained_alike(mode: str) -> None:
     assert_same(trained(gpt(**STYLES["experts"], **MOE_MODES[mode])), plain)
 
 
-@pytest.mark.parametrize("mode", cases(MODES, fast=5))
+@pytest.mark.parametrize("mode", cases(MODES, fast=2))
 def test_a_t5_is_trained_alike(mode: str) -> None:
     assert_same(trained(t5(**MODES[mode])), plainly_trained("t5"))
 

@@ -80,8 +80,13 @@ def test_steps_with_data_parallelism_are_those_of_one_process(forks: ForkServer,
     # the gradients of biases of keys and of their norms are rounding, of which Adam makes a step
     shared_heads = SHARED_HEADS | {"bias": False, "normalization": "rmsnorm"}
     cases = [
-        ({**LLAMA, **DROPOUTS}, "zero1"),
-        *extra((shared_heads, "fsdp"), (shared_heads, "ddp"), (GATED_T5, "fsdp"), (GATED_T5, "zero1")),
+        *extra(
+            ({**LLAMA, **DROPOUTS}, "zero1"),
+            (shared_heads, "fsdp"),
+            (shared_heads, "ddp"),
+            (GATED_T5, "fsdp"),
+            (GATED_T5, "zero1"),
+        ),
         (shared_heads, "fsdp", "adafactor"),
         *extra(
             (shared_heads, "ddp", "scaled"),

@@ -375,7 +375,7 @@ def test_bad_yaml_names_file_and_line(tmp_path: Path) -> None:
     assert refusal(name="twice", directory=tmp_path) == "twice.yaml:4: `model.seed` is given twice"
 
 
-@pytest.mark.parametrize(
+@looped(
     ("typed", "rule", "fix"),
     [
         ("model.num_layers", "is not an override", "write model.num_layers=VALUE; it takes an integer"),

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from tiers import looped
 
 from stoker.trainer.config.interpolation import InterpolationError, Resolver
 from stoker.trainer.config.resolvers import RESOLVERS
@@ -86,7 +87,7 @@ EXPRESSIONS = [
 ]
 
 
-@pytest.mark.parametrize("text", EXPRESSIONS)
+@looped("text", EXPRESSIONS)
 def test_as_omegaconf(text: str) -> None:
     expected = theirs(text)
     assert (ours(text), type(ours(text))) == (expected, type(expected))
@@ -106,7 +107,7 @@ def test_never_another_value_than_omegaconf(text: str) -> None:
     assert mine == expected or str(mine).strip() == str(expected).strip()
 
 
-@pytest.mark.parametrize(
+@looped(
     ("text", "says"),
     [
         ("${nothing}", "`nothing`, which does not exist"),

@@ -233,7 +233,7 @@ def test_code_is_never_named(name: str, tmp_path: Path) -> None:
     assert any("must not name code" in problem.rule for problem in problems(name="c", directory=tmp_path).values())
 
 
-@pytest.mark.parametrize(
+@looped(
     ("override", "fix"),
     [
         ("model.num_layers=2.0", "model.num_layers=2"),

@@ -296,7 +296,7 @@ def test_rules_are_asked_for_each_stack_of_each_family() -> None:
     assert infos == ["encoder.num_moe_experts", "decoder.num_moe_experts"]
 
 
-@pytest.mark.parametrize(
+@looped(
     ("override", "rule"),
     [
         ("num_moe_experts=0", "an integer >= 1, or null"),

@@ -1,6 +1,5 @@
 """Rules between the keys of `model.optim`: what is refused, what is told to have no effect, names of NeMo."""
 
-import pytest
 from config_helpers import load, problems
 from tiers import looped
 
@@ -49,7 +48,7 @@ def test_an_unknown_schedule_is_told_the_nearest():
     assert problems(f"{SCHED}name=CosineAnealing")[SCHED + "name"].fix.endswith("=CosineAnnealing?")
 
 
-@pytest.mark.parametrize(
+@looped(
     ("overrides", "key"),
     [
         (["model.optim.momentum=0.9"], OPTIM + "momentum"),

@@ -90,7 +90,7 @@ def test_refused(overrides: list[str], key: str, says: str) -> None:
     assert problem.fix
 
 
-@pytest.mark.parametrize(
+@looped(
     "overrides",
     [
         ["model.global_batch_size=12", "model.micro_batch_size=4"],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from config_helpers import load, problems
+from tiers import looped
 
 from stoker.trainer.config.data_task import Task, task_from_keys
 
@@ -14,7 +15,7 @@ SFT_MOCK = ("data=mock", f"{TYPE}=sft")
 T5_PIECES = (*T5, "data=mmap", "model.data.data_prefix=x", "model.data.respect_document_boundaries=true")
 
 
-@pytest.mark.parametrize(
+@looped(
     ("overrides", "key", "says"),
     [
         (["model.data.dataset_type=t5"], TYPE, "`family: gpt` supports gpt"),
@@ -77,7 +78,7 @@ def test_the_cure_for_pairs_is_one_that_the_family_has() -> None:
     assert "seq2seq" not in problems(*BERT, pairs)[DATA + "data_impl"].fix
 
 
-@pytest.mark.parametrize(
+@looped(
     ("overrides", "key"),
     [
         ([*T5, "model.data.max_ngram_size=5"], "max_ngram_size"),
@@ -106,7 +107,7 @@ def test_a_key_without_effect_is_told(overrides: list[str], key: str) -> None:
     assert warned == [DATA + key]
 
 
-@pytest.mark.parametrize(
+@looped(
     "overrides",
     [
         T5,

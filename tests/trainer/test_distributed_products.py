@@ -166,7 +166,7 @@ def runs(tmp_path_factory, forks):
     return DistributedRuns(tmp_path_factory.mktemp("runs"), forks)
 
 
-@full_only  # in the fast tier a checkpoint of four ranks that resumes on one shows the same (test_distributed_resume.py)
+@full_only  # in the fast tier a checkpoint of four ranks resumes on one with equal weights (test_distributed_resume.py)
 @pytest.mark.parametrize("product", products(), ids=lambda product: product.name)
 def test_products_equal_one_process(runs, product):
     number = zlib.crc32(repr(product).encode())

@@ -100,7 +100,7 @@ from key_observables import (
 from test_key_effects_fine_tuning import KEYS as KEYS_OF_FINE_TUNING
 from test_key_effects_scenarios import SCENARIOS
 from test_key_effects_values import VALUES
-from tiers import extra
+from tiers import cases, extra
 
 from stoker.trainer.config.schema.key_index import schema_keys
 
@@ -351,7 +351,7 @@ BEFORE: dict[str, Any] = {}
 FIRST = {row.key: row for row in reversed(ROWS)}.values()
 
 
-@pytest.mark.parametrize("row", [row for row in ROWS if row in FIRST or extra(row)], ids=str)
+@pytest.mark.parametrize("row", cases([row for row in ROWS if row in FIRST or extra(row)], fast=80), ids=str)
 def test_a_key_changes_what_it_says(row: Row, harness: ConfigHarness) -> None:
     others = dict(row.others or {})
     if row.observable in (data, first_batch) and others == TEXT:

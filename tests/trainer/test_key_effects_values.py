@@ -48,6 +48,7 @@ from key_observables import (
     tokens_of_file,
     watched,
 )
+from tiers import looped
 
 from stoker.trainer.config.schema.key_index import schema_keys
 from stoker.trainer.utils.errors import UserError
@@ -147,7 +148,7 @@ def test_each_value_of_a_closed_list_is_accepted_and_distinct(key: str, harness:
             assert (seen == other) == (name == other_name), (name, other_name)
 
 
-@pytest.mark.parametrize("key", VALUES)
+@looped("key", VALUES)
 def test_no_other_value_is_accepted(key: str) -> None:
     assert list(problems(f"{key}=word")) == [key]
 

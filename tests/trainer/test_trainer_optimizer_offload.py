@@ -83,7 +83,7 @@ def train(model, optimizer, steps, *, accumulated=1):
 # ---------------------------------------------------------------- equality
 
 
-@pytest.mark.parametrize("kind", cases(OPTIMIZER_FACTORIES, fast=3))
+@pytest.mark.parametrize("kind", cases(OPTIMIZER_FACTORIES, fast=2))
 @pytest.mark.parametrize(
     ("dtype", "accumulated"),
     [

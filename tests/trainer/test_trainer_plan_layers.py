@@ -305,7 +305,7 @@ def test_the_gradient_of_a_wide_head_weighs_more_than_its_logits(chunks, precisi
 @pytest.mark.parametrize(
     "name",
     [
-        *("llama", "unfused, dropout", *extra("scores again", "chunk again")),
+        *("llama", *extra("unfused, dropout", "scores again", "chunk again")),
         *extra("fp32", "gpt3", "unfused, bound", "layers again"),
         *extra("relu, dropout", "relu again"),
     ],

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from fork_server import ForkServer
-from tiers import full_only
+from tiers import extra, full_only
 
 TENSOR: dict[str, Any] = {"model__tensor_model_parallel_size": 2}
 SEQUENCE = TENSOR | {"model__sequence_parallel": True}
@@ -124,8 +124,8 @@ STAGES_OF_TWO = [
     recomputing(SHARED, FULL) | {"model__moe_layer_freq": [1, 0, 1, 0]} | FOUR_LAYERS | PIPELINE,
 ]  # fmt: skip
 FAST = [
-    recomputing(T5, CHUNKS) | SEQUENCE, GPT | RING, recomputing(SHARED, CHUNKS) | GATHER,
-    GPT | FOUR_LAYERS | PIPELINE,
+    recomputing(T5, CHUNKS) | SEQUENCE, recomputing(SHARED, CHUNKS) | GATHER,
+    *extra(GPT | RING, GPT | FOUR_LAYERS | PIPELINE),
 ]  # fmt: skip
 
 

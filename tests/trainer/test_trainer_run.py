@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiers import full_only
+from tiers import extra, full_only
 from tiny_run import final_hashes, tiny_config
 
 from stoker.trainer.checkpoint.reader import find_checkpoint
@@ -20,7 +20,7 @@ def lines(directory):
 # ---------------------------------------------------------------- resume
 
 
-@pytest.mark.parametrize("precision", ["32", "bf16"])
+@pytest.mark.parametrize("precision", ["bf16", *extra("32")])
 def test_train_2n_equals_train_n_resume_train_n(tmp_path, precision):
     settings = {"trainer__precision": precision}
     whole, halves = tmp_path / "whole", tmp_path / "halves"

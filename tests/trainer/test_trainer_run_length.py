@@ -10,6 +10,7 @@ import pytest
 import torch
 from config_helpers import load, problems
 from safetensors.torch import load_file
+from tiers import looped
 from tiny_run import tiny_config
 
 from stoker.trainer.config.resolved_run import resolve_run
@@ -20,7 +21,7 @@ from stoker.trainer.utils.errors import UserError
 BATCH = ["model.micro_batch_size=2", "model.global_batch_size=4", "trainer.val_check_interval=100"]
 
 
-@pytest.mark.parametrize(
+@looped(
     ("overrides", "samples", "expected"),
     [
         (["trainer.max_steps=100"], 43, (100, None, 100)),
