@@ -85,7 +85,7 @@ def test_types_are_those_of_a_run(family: Family) -> None:
     """A value of a key that acts is valid exactly where pydantic accepts it, or if it is an interpolation."""
     wrong: list[str] = []
     keys = schema_keys(family)
-    for path in cases([path for path in keys if path != "model.family"], 50):
+    for path in cases([path for path in keys if path != "model.family"], 25):
         for value in [*cases([*VALUES, *keys[path].choices], 9), keys[path].default]:
             tree = nested(path, value, family)
             try:
@@ -99,11 +99,11 @@ def test_types_are_those_of_a_run(family: Family) -> None:
     assert wrong == []
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", cases(FAMILIES, fast=2))
 def test_keys_without_effect_take_what_a_run_takes(family: Family) -> None:
     """Of a key that does not act the values that change nothing are valid, unless that depends on another key."""
     wrong: list[str] = []
-    for row in cases(key_table().values(), 60):
+    for row in cases(key_table().values(), 25):
         path = row.pattern.replace(".*", ".some")
         acts = path in schema_keys(family) or path in schema_blocks(family)
         acts = acts or (family == "t5" and row.pattern.removeprefix("model.") in DecoderKeys.model_fields)
@@ -178,12 +178,12 @@ def test_the_schema_of_a_users_files(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "primary, experiment, peft" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", cases(FAMILIES, fast=1))
 def test_one_family_in_one_document(family: Family) -> None:
     schema = json.loads(json_schema.as_json_schema(family))
     Draft7Validator.check_schema(schema)
     validator = Draft7Validator(schema)
-    for path, key in cases(schema_keys(family).items(), 60):
+    for path, key in cases(schema_keys(family).items(), 20):
         tree: dict[str, Any] = {}
         dotted_paths.put(tree, path, key.default)
         assert validator.is_valid(tree), path
