@@ -43,6 +43,13 @@ def test_help_imports_no_torch(tmp_path):
     assert all(code == 0 for code, _ in answers([[verb, "--help"] for verb in VERBS], tmp_path))
 
 
+def test_composition_is_shown_without_torch(tmp_path):
+    verbs = ["train", "finetune", "config", "plan", "explain", "explain attention"]
+    words = ["--cfg job", "--info", "-c all --resolve hydra/sweeper=optuna", "--info plugins"]
+    commands = [f"{verb} {word}".split() for verb in verbs for word in words]
+    assert all(code == 0 for code, _ in answers(commands, tmp_path))
+
+
 @pytest.fixture
 def folders(tmp_path):
     (tmp_path / "file").write_text("x")

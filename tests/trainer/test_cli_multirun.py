@@ -225,10 +225,9 @@ def test_warnings_are_told_once(here):
         (["model.seed=1,2", "exp_manager.checkpoint_callback_params.dirpath=c"], "would be shared by several jobs"),
         (["model.seed=1,2", "hydra.sweep.subdir=x"], "gives several jobs one directory"),
         (["model.seed=1,2", "hydra.sweep.subdir=../${hydra.job.num}"], "must name a directory below"),
-        (["model.seed=1,2", "hydra.sweep.subdir=${hydra.job.id}"], "must name a directory below"),
+        (["model.seed=1,2", "hydra.sweep.subdir=${hydra.job.id}"], "composed before it is submitted"),
         (["hydra.sweep.dir=a", "exp_manager.explicit_log_dir=b"], "both set the directory"),
         (["hydra.sweep.dir="], "is empty"),
-        (["hydra.sweep.dir=a", "+hydra.sweep.dir=b"], "hydra.sweep.dir is given as a and as b; keep one"),
         (["model.seed=1,2", "trainer.num_nodes=2", "trainer.devices=1"], "MASTER_ADDR"),
     ],
 )

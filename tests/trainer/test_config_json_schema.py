@@ -24,7 +24,7 @@ from stoker.trainer.config.yaml_reader import parse_yaml, read_yaml
 
 ROOT = Path(__file__).resolve().parents[2]
 CONF = ROOT / "conf"
-PRESETS = sorted(CONF.rglob("*.yaml"))
+PRESETS = sorted(path for path in CONF.rglob("*.yaml") if CONF / "hydra" not in path.parents)
 FILES = {path.name: json.loads(path.read_text()) for path in json_schema.SCHEMA_FOLDER.glob("*.json")}
 REGISTRY = Registry().with_resources((name, Resource.from_contents(schema)) for name, schema in FILES.items())
 VALUES = ("x", "", "1,1,1", ["x"], [0.5], [1, 2], [], {}, {"a": 1}, -1, 0, 1, 2, 0.5, 1.5, True, False, None)

@@ -18,16 +18,12 @@ _CHOICE = re.compile(r"argument (?P<option>\S+): invalid choice: '(?P<value>.*)'
 _SYNONYMS = (("--arch", "--device", "--gpu", "--gpus"), ("--model", "--checkpoint", "--path"))
 """Options that mean much the same, each of some verbs."""
 _HYDRA_OPTIONS = {
-    "--config-path": "write --config-dir {}",
-    "-cp": "write --config-dir {}",
-    "-cd": "write --config-dir {}",
-    "-cn": "write --config-name {}",
-    "--cfg": "`stoker config` shows the configuration, with the same overrides",
-    "-c": "`stoker config` shows the configuration, with the same overrides",
-    "--info": "`stoker config --all` shows every key with its state and origin",
-    "-i": "`stoker config --all` shows every key with its state and origin",
+    "--run": "leave it out: a single run needs no option",
+    "-r": "leave it out: a single run needs no option",
+    "--hydra-help": "`stoker VERB --help` lists the options, `stoker config --info` how files are composed",
+    "--experimental-rerun": "exp_manager.resume_if_exists=True resumes a run; config.resolved.json holds its keys",
 }
-"""Options of Hydra's command line and their replacements."""
+"""Options of Hydra's command line that no verb has, and their replacements."""
 
 
 class ArgumentParser(argparse.ArgumentParser):
@@ -55,12 +51,12 @@ class ArgumentParser(argparse.ArgumentParser):
             from ..config.suggest import closest
 
             choices = next(
-                (action.choices for action in self._actions if match["option"] in action.option_strings), None
+                (action.choices for action in self._actions if match["option"] == "/".join(action.option_strings)), None
             )
             names = list(map(str, choices or ()))
             longer = [name for name in names if name.startswith(match["value"])]
             near = next(iter(longer), None) or closest(match["value"], names)
-            fix = f"did you mean {match['option']} {near}?" if near else fix
+            fix = f"did you mean {match['option'].rpartition('/')[2]} {near}?" if near else fix
         raise UserError([f"{self.prog}: {message}", f"    fix: {fix}"])
 
     def _split(self, joined: str) -> list[str]:
@@ -91,7 +87,7 @@ class ArgumentParser(argparse.ArgumentParser):
         rest = self._words[self._words.index(word) + 1 :][:1] if word else ()
         next_value = rest[0] if rest and "=" not in rest[0] and not rest[0].startswith("-") else "VALUE"
         if name in _HYDRA_OPTIONS and any(action.dest == "overrides" for action in self._actions):
-            return _HYDRA_OPTIONS[name].format(value or next_value)
+            return _HYDRA_OPTIONS[name]
         options = [text for action in self._actions for text in action.option_strings if text.startswith("--")]
         if match := closest(name, options) if name.startswith("-") else None:
             return f"did you mean {match}?"

@@ -16,11 +16,54 @@ if TYPE_CHECKING:
 Number = TypeVar("Number", int, float)
 
 
+CFG_PARTS = ("job", "hydra", "all")
+INFO_PARTS = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
+
+
 def add_config_arguments(parser: argparse.ArgumentParser, default_name: str = "train") -> None:
-    """Add the arguments of all verbs that compose a configuration; see `load_config`."""
+    """Add the arguments of all verbs that compose a configuration; see `load_config` and `shows_composition`."""
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="config groups and key values")
-    parser.add_argument("--config-dir", type=Path, metavar="D", help="folder with your own configuration files")
-    parser.add_argument("--config-name", metavar="N", help=f"the primary file, without .yaml (default: {default_name})")
+    parser.add_argument(
+        "-cd", "--config-dir", type=Path, metavar="D", help="folder with your own configuration files, before ./conf"
+    )
+    parser.add_argument(
+        "-cp",
+        "--config-path",
+        type=Path,
+        metavar="P",
+        help="folder of the primary file, in place of ./conf; relative to the current folder",
+    )
+    parser.add_argument(
+        "-cn", "--config-name", metavar="N", help=f"the primary file, without .yaml (default: {default_name})"
+    )
+    parser.add_argument("-c", "--cfg", choices=CFG_PARTS, help="print the composed YAML and exit")
+    parser.add_argument("--resolve", action="store_true", help="with --cfg: resolve interpolations")
+    parser.add_argument("-p", "--package", metavar="KEY", help="with --cfg: only the block at this key")
+    parser.add_argument(
+        "-i",
+        "--info",
+        nargs="?",
+        const="all",
+        metavar="PART",
+        help=f"print how the configuration is composed and exit: {', '.join(INFO_PARTS)} (default: all)",
+    )
+
+
+def shows_composition(args: argparse.Namespace) -> bool:
+    """Return True if the verb prints the composition in place of its own work.
+
+    Raises:
+        UserError: options that need each other, or an unknown part.
+    """
+    if args.info is not None and args.info not in INFO_PARTS:
+        if "=" not in args.info:
+            raise UserError(f"--info {args.info}: must be one of {', '.join(INFO_PARTS)}")
+        args.overrides = [args.info, *args.overrides]  # argparse takes the word after `--info` for its value
+        args.info = "all"
+    for option, given in (("--resolve", args.resolve), ("--package", args.package is not None)):
+        if given and args.cfg is None:
+            raise UserError(f"{option} acts with --cfg only; write --cfg job {option}")
+    return args.cfg is not None or args.info is not None
 
 
 def add_finetune_argument(parser: argparse.ArgumentParser) -> None:
@@ -42,7 +85,7 @@ def load_config(args: argparse.Namespace) -> RunConfig:
     from ..conversion.finetune_defaults import load_finetune_config
 
     load = load_finetune_config if args.finetune else load_run_config
-    return load(args.config_name, args.config_dir, args.overrides)
+    return load(args.config_name, args.config_dir, args.overrides, config_path=args.config_path)
 
 
 def add_checkpoint_arguments(parser: argparse.ArgumentParser) -> None:

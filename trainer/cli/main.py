@@ -1,4 +1,4 @@
-"""The command line: `stoker VERB [--config-dir D] [--config-name N] [key=value ...]`.
+"""The command line: `stoker VERB [--config-dir D] [--config-name N] [--cfg job] [key=value ...]`.
 
 No import of torch here, and all other imports are lazy, so `--help`, `config` and configuration errors are fast.
 """
@@ -32,7 +32,7 @@ from ..utils.progress import shown
 from ..utils.redaction import redact_arguments
 from ..utils.signals import exit_on_signals, raise_on_ctrl_c
 from .argument_parser import ArgumentParser
-from .common_arguments import add_config_arguments, add_finetune_argument, load_config
+from .common_arguments import add_config_arguments, add_finetune_argument, load_config, shows_composition
 
 if TYPE_CHECKING:
     from ..config.run_config import RunConfig
@@ -90,11 +90,16 @@ Your own files go into ./conf, or any folder given with --config-dir."""
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb and return the exit code; the only exception raised is argparse's SystemExit, as after `--help`."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    if argv is None:  # not of callers in Python, whose signals are theirs
+        exit_on_signals()
+        raise_on_ctrl_c()
+    return exit_code_of(lambda: _dispatch(arguments), arguments)
+
+
+def exit_code_of(action: Callable[[], int], arguments: Sequence[str]) -> int:
+    """Return the exit code of `action`; its errors are printed, those of stoker itself with the command line."""
     try:
-        if argv is None:  # not of callers in Python, whose signals are theirs
-            exit_on_signals()
-            raise_on_ctrl_c()
-        return _dispatch(arguments)
+        return action()
     except UserError as error:
         _print_error("\n".join(error.lines))
         return error.exit_code
@@ -116,7 +121,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
             _print_error(_too_many_files())
             return EXIT_IO
-        return _crash(error, arguments)
+        return _crash(error, list(arguments))
 
 
 def _dispatch(arguments: list[str]) -> int:
@@ -156,6 +161,10 @@ def _dispatch(arguments: list[str]) -> int:
         from ..utils.import_modules import import_plugins
 
         import_plugins(args.imports)
+    if "cfg" in args and shows_composition(args):
+        from .show_composition import show_composition
+
+        return show_composition(args)
     with shown(name in _WITH_PROGRESS and environment.snapshot().get("RANK", "0") == "0"):
         return run(args)
 
@@ -245,17 +254,10 @@ def _train(args: argparse.Namespace) -> int:
     if args.restart is not None:
         args.overrides.append(f"trainer.max_restarts={args.restart}")
     if args.multirun:
-        from .multirun import sweep
-
-        return sweep(
-            args.config_name,
-            args.config_dir,
-            args.overrides,
-            partial(_start, args),
-            _print_error,
-            finetune=args.finetune,
-        )
+        return _sweep(args)
     config = load_config(args)
+    if config.hydra is not None and config.hydra.is_multirun:  # hydra.mode: MULTIRUN
+        return _sweep(args)
     _print_findings(config.findings)
     from ..distributed.placement import resolve_placement
 
@@ -272,7 +274,7 @@ def _train(args: argparse.Namespace) -> int:
     # User modules may have imported torch, which reads some variables once at import: `env_vars` need a new process.
     supervised = config.root.trainer.max_restarts > 0
     if supervised or not placement.is_single or (args.imports and config.root.env_vars):
-        return _start(args, config, placement)
+        return start_run(config, placement, args.imports)
     environment.prepare_process(config.root.env_vars)
     from ..train import train
 
@@ -292,17 +294,36 @@ def _warn_late_env_vars(imports: Sequence[str], config: RunConfig) -> None:
         )
 
 
-def _start(args: argparse.Namespace, config: RunConfig, placement: Placement) -> int:
-    """Train in worker processes."""
+def _sweep(args: argparse.Namespace) -> int:
+    from .multirun import sweep
+
+    return sweep(
+        args.config_name,
+        args.config_dir,
+        args.overrides,
+        lambda config, placement: start_run(config, placement, args.imports),
+        _print_error,
+        finetune=args.finetune,
+        config_path=args.config_path,
+        imports=args.imports,
+    )
+
+
+def start_run(config: RunConfig, placement: Placement, imports: Sequence[str] = ()) -> int:
+    """Train in worker processes; return the exit code.
+
+    Raises:
+        UserError: the error of the failed worker.
+    """
     if config.root.trainer.max_restarts or placement.rendezvous is not None:
         environment.prepare_process()
         environment.import_torch_quietly()
         from ..distributed.node_agent import run_agent
 
-        return run_agent(config, placement, _print_error, args.imports)
+        return run_agent(config, placement, _print_error, imports)
     from ..distributed.launcher import launch
 
-    return launch(config, placement, args.imports)
+    return launch(config, placement, imports)
 
 
 def _config(args: argparse.Namespace) -> int:

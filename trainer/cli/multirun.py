@@ -1,50 +1,44 @@
-"""Hydra multirun (`stoker train -m`): one run per combination of the swept override values, one after another.
+"""Hydra multirun (`stoker train -m`): a grid of jobs, or jobs that Optuna chooses (`optuna_sweep.py`).
 
-All jobs are composed and validated once, before the first starts. Each runs in separate processes, which get the frozen
-configuration, so the sweep continues however a job ends, and all ranks of a job share one directory. `exp_manager`
-determines the sweep directory as it does that of a run, with `multirun` below the name; job N runs in subdirectory N.
+All jobs of a grid are composed and validated once, before the first starts. Each runs in separate processes, which get
+the frozen configuration, so the sweep continues however a job ends, and all ranks of a job share one directory.
+`exp_manager` determines the sweep directory as it does that of a run, with `multirun` below the name, unless
+`hydra.sweep.dir` does; job N runs in subdirectory N. The launchers (`launch_jobs.py`, `submitit_jobs.py`) start them.
 """
 
 from __future__ import annotations
 
-import re
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 from functools import partial
 from operator import attrgetter
 from pathlib import Path, PurePosixPath
-from types import FrameType
 from typing import Any
 
-from ..config.load import config_from_document, load_run_config
+from ..config.hydra_node import RunContext
+from ..config.load import config_from_document, load_hydra_settings, load_run_config
 from ..config.problems import ConfigError
-from ..config.run_config import RunConfig
+from ..config.run_config import HydraSettings, RunConfig
 from ..config.run_paths import create_run_directory
 from ..config.schema.exp_manager import ExpManagerBlock
+from ..config.schema.hydra import OptunaSweeper, SubmititLauncher
 from ..config.schema.root import RootBlock
-from ..config.sweep_overrides import Job, expand_jobs
+from ..config.sweep_overrides import Job, expand_jobs, fixed_overrides, hydra_overrides
 from ..conversion.finetune_defaults import load_finetune_config
 from ..distributed.placement import Placement, resolve_placement
 from ..utils import environment
-from ..utils.errors import EXIT_BAD_INPUT, EXIT_INTERRUPTED, EXIT_OK, EXIT_TERMINATED, UserError
+from ..utils.errors import EXIT_OK, UserError
 from ..utils.owned_files import check_owned
-from ..utils.signals import handlers_set
 from ..utils.text import pluralize
+from .launch_jobs import Launch, RunJob, run_one_by_one
 from .sweep_record import (
     RECORD_FILE,
+    Sweep,
     SweepRun,
     format_table,
     job_label,
-    mark_finished,
-    read_metrics,
-    read_record,
     unwritable_error,
-    write_record,
 )
 
-_SIGNAL_EXIT_CODES = (EXIT_INTERRUPTED, EXIT_TERMINATED)
-_HYDRA_SWEEP_KEY = re.compile(r"\+{0,2}hydra\.sweep\.(?P<key>dir|subdir)=(?P<value>.*)", re.DOTALL)
 _SWEEP_KEYS = ("explicit_log_dir", "exp_dir", "version", "use_datetime_version", "resume_if_exists")
 _PER_JOB_KEYS = (
     "exp_manager.checkpoint_callback_params.dirpath",
@@ -53,31 +47,8 @@ _PER_JOB_KEYS = (
     "model.memory_profile.output_path",
 )
 
-RunJob = Callable[[RunConfig, Placement], int]
-"""Run a job in separate processes and return its exit code; raises UserError if it failed."""
-LoadConfig = Callable[[Sequence[str]], RunConfig]
-"""Compose and validate the configuration of a list of overrides; raises UserError."""
-
-
-@dataclass(frozen=True, slots=True)
-class _HydraKeys:
-    """Hydra's sweep keys, split from the other overrides.
-
-    Attributes:
-        subdir: `hydra.sweep.subdir`, the directory of a job in it.
-    """
-
-    directory: str | None
-    subdir: str
-    overrides: tuple[str, ...]
-
-    def directory_keys(self, manager: ExpManagerBlock) -> tuple[str, str]:
-        """Return the key that sets the sweep directory, and the keys to change for another one."""
-        if self.directory is not None:
-            return "hydra.sweep.dir", "hydra.sweep.dir"
-        if manager.explicit_log_dir:
-            return "exp_manager.explicit_log_dir", "exp_manager.explicit_log_dir"
-        return "exp_manager.exp_dir", "exp_manager.name or exp_dir"
+LoadJob = Callable[[Job], RunConfig]
+"""Compose and validate the configuration of a job; raises UserError."""
 
 
 def sweep(
@@ -88,73 +59,123 @@ def sweep(
     log: Callable[[str], None],
     *,
     finetune: bool = False,
+    config_path: Path | None = None,
+    imports: Sequence[str] = (),
 ) -> int:
     """Train every job of a sweep.
 
     Args:
         overrides: overrides of the command line, some with several values.
+        run_job: runs a job of the launcher `basic`.
+        imports: user modules that the jobs of other launchers import first.
 
     Returns:
-        0, or the exit code of the first failed job; 130 or 143 if a signal ended the sweep.
+        0, or the exit code of the first failed job (with Optuna, if no job succeeded); 130 or 143 if a signal ended the
+        sweep.
 
     Raises:
         UserError: a job is invalid (nothing has been started then), or the sweep directory cannot be used.
     """
     from ..config.compose import Composer
 
-    hydra_keys = _parse_hydra_keys(overrides)
-    composer = Composer(config_dir, environment.config_folders(environment.snapshot()))
-    jobs = expand_jobs(hydra_keys.overrides, lambda group: composer.options(group) if composer.is_group(group) else ())
+    context = RunContext(is_multirun=True)
+    of_hydra, words = hydra_overrides(overrides)
+    settings = load_hydra_settings(
+        config_name or ("finetune" if finetune else "train"),
+        config_dir,
+        [*of_hydra, *fixed_overrides(words)],
+        config_path=config_path,
+        context=context,
+    )
+    given = {word.lstrip("+").partition("=")[0] for word in words}
+    params = settings.sweeper.params.items()
+    words = [*(f"{key}={_as_typed(value)}" for key, value in params if key not in given), *words]
     load = load_finetune_config if finetune else load_run_config
-    configs, placements = _load_jobs(jobs, lambda texts: load(config_name, config_dir, texts))
-    _check_unique_directories([config.root for config in configs])
+
+    def load_job(job: Job) -> RunConfig:
+        in_job = RunContext(is_multirun=True, job_number=job.number, swept=job.swept, now=context.now)
+        typed = [*of_hydra, *job.overrides]
+        return load(config_name, config_dir, typed, config_path=config_path, context=in_job)
+
+    composer = Composer(config_dir, environment.config_folders(environment.snapshot()), config_path=config_path)
+
+    def options(group: str) -> Sequence[str]:
+        return composer.options(group) if composer.is_group(group) else ()
+
+    launch = _launcher(settings, run_job, log, imports)
+    if isinstance(settings.sweeper, OptunaSweeper):
+        from .optuna_sweep import Search
+
+        search = Search(settings, words, options)
+        return search.run(partial(open_sweep, settings, log=log), load_job, launch, log)
+    jobs = expand_jobs(words, options)
+    opened = open_sweep(settings, jobs, load_job, log=log)
+    opened.resume()
+    opened.record()
+    stopped = launch(opened, range(len(opened.runs)))
+    opened.record()
+    count = pluralize(len(opened.runs), "job")
+    print("\n".join(["", *format_table(opened.runs, opened.directory), f"{count} in {opened.directory}"]), flush=True)
+    return stopped or next((run.exit_code for run in opened.runs if run.exit_code), EXIT_OK)
+
+
+def _as_typed(value: Any) -> str:
+    """Return a value of `hydra.sweeper.params` as on the command line."""
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _launcher(settings: HydraSettings, run_job: RunJob, log: Callable[[str], None], imports: Sequence[str]) -> Launch:
+    if isinstance(settings.launcher, SubmititLauncher):
+        from .submitit_jobs import SubmititJobs
+
+        return SubmititJobs(settings.launcher, imports, log)
+    return partial(run_one_by_one, run_job=run_job, log=log)
+
+
+def open_sweep(settings: HydraSettings, jobs: Sequence[Job], load: LoadJob, *, log: Callable[[str], None]) -> Sweep:
+    """Compose and validate jobs, and create the directory of their sweep or read its record.
+
+    Raises:
+        UserError: a job is invalid, or the directory cannot be used.
+    """
+    configs, placements = _load_jobs(jobs, load)
+    roots = [config.root for config in configs]
+    _check_unique_directories(roots)
     _print_findings(jobs, configs, log)
     # before the sweep directory is created, so that an error leaves none behind
-    names = _job_directories(hydra_keys.subdir, jobs)
-    directory = _create_directory(hydra_keys, [config.root for config in configs])
+    names = _job_directories(configs)
+    manager = roots[0].exp_manager
+    directory = _create_directory(settings.sweep_dir, roots)
     check_owned(directory, RECORD_FILE, *names)
-    key, elsewhere = hydra_keys.directory_keys(configs[0].root.exp_manager)
-    resumes = all(config.root.exp_manager.resume_if_exists for config in configs)
-    previous = read_record(directory, jobs, resumes, elsewhere)
+    key, elsewhere = _directory_keys(settings.sweep_dir, manager)
+    resumes = all(root.exp_manager.resume_if_exists for root in roots)
     runs = [
-        SweepRun(job, _with_directory(config, directory / name), placement, directory / name)
-        for job, config, placement, name in zip(jobs, configs, placements, names, strict=True)
+        new_run(directory, job, config, placement)
+        for job, config, placement in zip(jobs, configs, placements, strict=True)
     ]
-    runs = [mark_finished(run, known) for run, known in zip(runs, previous, strict=True)]
-    write_record(directory, runs, key)
-    stopped = _run_all(runs, partial(write_record, directory, runs, key), run_job, log)
-    write_record(directory, runs, key)
-    print(
-        "\n".join(["", *format_table(runs, directory), f"{pluralize(len(runs), 'job')} in {directory}"]),
-        flush=True,
-    )
-    return stopped or next((run.exit_code for run in runs if run.exit_code), EXIT_OK)
+    return Sweep(directory, key, elsewhere, runs, resumes)
 
 
-def _parse_hydra_keys(overrides: Sequence[str]) -> _HydraKeys:
-    found: dict[str, str] = {}
-    rest: list[str] = []
-    for text in overrides:
-        if match := _HYDRA_SWEEP_KEY.fullmatch(text):
-            value = match["value"].strip("'\"")
-            if found.setdefault(match["key"], value) != value:
-                raise UserError(
-                    f"hydra.sweep.{match['key']} is given as {found[match['key']]} and as {value}; keep one"
-                )
-        else:
-            rest.append(text)
-    directory = found.get("dir")
-    if directory is not None:
-        if not directory:
-            raise UserError("hydra.sweep.dir is empty; name a directory, or leave it out")
-        directory = re.sub(r"\$\{now:([^}]*)\}", lambda match: time.strftime(match[1]), directory)
-    return _HydraKeys(directory, found.get("subdir", "${hydra.job.num}"), tuple(rest))
+def new_run(directory: Path, job: Job, config: RunConfig, placement: Placement) -> SweepRun:
+    """Return a job in its own directory, below that of the sweep."""
+    assert config.hydra is not None
+    own = directory / config.hydra.sweep_subdir
+    return SweepRun(job, _with_directory(config, own), placement, own)
+
+
+def _directory_keys(sweep_dir: str | None, manager: ExpManagerBlock) -> tuple[str, str]:
+    """Return the key that sets the sweep directory, and the keys to change for another one."""
+    if sweep_dir is not None:
+        return "hydra.sweep.dir", "hydra.sweep.dir"
+    if manager.explicit_log_dir:
+        return "exp_manager.explicit_log_dir", "exp_manager.explicit_log_dir"
+    return "exp_manager.exp_dir", "exp_manager.name or exp_dir"
 
 
 # ---------------------------------------------------------------- before the first job
 
 
-def _load_jobs(jobs: Sequence[Job], load: LoadConfig) -> tuple[list[RunConfig], list[Placement]]:
+def _load_jobs(jobs: Sequence[Job], load: LoadJob) -> tuple[list[RunConfig], list[Placement]]:
     """Compose and validate every job.
 
     Raises:
@@ -166,9 +187,9 @@ def _load_jobs(jobs: Sequence[Job], load: LoadConfig) -> tuple[list[RunConfig], 
     environ = environment.snapshot()
     for job in jobs:
         try:
-            config = load(job.overrides)
+            config = load(job)
             configs.append(config)
-            placements.append(_placement(config, environ))
+            placements.append(job_placement(config, environ))
         except ConfigError as error:
             for problem in error.problems:
                 errors.setdefault(tuple(problem.lines()), []).append(job)
@@ -185,7 +206,12 @@ def _load_jobs(jobs: Sequence[Job], load: LoadConfig) -> tuple[list[RunConfig], 
     raise UserError([*lines, f"{summary}; nothing was started"])
 
 
-def _placement(config: RunConfig, environ: Any) -> Placement:
+def job_placement(config: RunConfig, environ: Any) -> Placement:
+    """Return the placement of a job.
+
+    Raises:
+        UserError: this process is a rank of torchrun or srun, or the job has several nodes.
+    """
     placement = resolve_placement(config.root.trainer, environ)
     if placement.rank is not None or placement.num_nodes > 1:
         raise UserError(
@@ -231,7 +257,7 @@ def _print_findings(jobs: Sequence[Job], configs: Sequence[RunConfig], say: Call
         say(line if len(affected) == len(jobs) else f"{_job_labels(affected)}: {line}")
 
 
-def _create_directory(hydra_keys: _HydraKeys, roots: Sequence[RootBlock]) -> Path:
+def _create_directory(sweep_dir: str | None, roots: Sequence[RootBlock]) -> Path:
     """Create the sweep directory.
 
     Raises:
@@ -242,39 +268,38 @@ def _create_directory(hydra_keys: _HydraKeys, roots: Sequence[RootBlock]) -> Pat
     names = {keys.exp_manager.name or keys.name for keys in roots}
     name = f"{names.pop()}/multirun" if len(names) == 1 else "multirun"
     update = {"name": name}
-    if hydra_keys.directory is not None:
+    if sweep_dir is not None:
         if manager.explicit_log_dir is not None:
             raise UserError(
                 "hydra.sweep.dir and exp_manager.explicit_log_dir both set the directory of the sweep; give one"
             )
-        update["explicit_log_dir"] = hydra_keys.directory
+        update["explicit_log_dir"] = sweep_dir
     try:
         return create_run_directory(manager.model_copy(update=update), root.name)
     except OSError as error:
         where = error.filename or manager.explicit_log_dir or manager.exp_dir or "runs"
-        raise unwritable_error(where, error, hydra_keys.directory_keys(manager)[0]) from error
+        raise unwritable_error(where, error, _directory_keys(sweep_dir, manager)[0]) from error
 
 
-def _job_directories(subdir: str, jobs: Sequence[Job]) -> list[str]:
+def _job_directories(configs: Sequence[RunConfig]) -> list[str]:
     """Return the run directory of each job, relative to that of the sweep.
 
     Raises:
         UserError: two jobs have the same directory, or one is outside the sweep directory.
     """
     names: list[str] = []
-    for job in jobs:
-        overrides = ",".join(sorted(text.lstrip("+").replace("/", "_") for text in job.swept))
-        name = subdir.replace("${hydra.job.num}", str(job.number)).replace("${hydra.job.override_dirname}", overrides)
-        path = PurePosixPath(name)
-        if not path.parts or path.is_absolute() or {"..", RECORD_FILE}.intersection(path.parts) or "${" in name:
+    for config in configs:
+        assert config.hydra is not None
+        path = PurePosixPath(config.hydra.sweep_subdir)
+        if not path.parts or path.is_absolute() or {"..", RECORD_FILE}.intersection(path.parts):
             raise UserError(
-                f"hydra.sweep.subdir ({subdir}) must name a directory below that of the sweep, with "
+                f"hydra.sweep.subdir ({path}) must name a directory below that of the sweep, with "
                 "${hydra.job.num} or ${hydra.job.override_dirname}"
             )
         names.append(str(path))
     if len(set(names)) < len(names):
         raise UserError(
-            f"hydra.sweep.subdir ({subdir}) gives several jobs one directory; put ${{hydra.job.num}} into it"
+            f"hydra.sweep.subdir ({names[0]}) gives several jobs one directory; put ${{hydra.job.num}} into it"
         )
     return names
 
@@ -284,45 +309,3 @@ def _with_directory(config: RunConfig, directory: Path) -> RunConfig:
     manager = {**config.document["exp_manager"], "explicit_log_dir": str(directory)}
     document = {**config.document, "exp_manager": manager}
     return config_from_document(document, trusted=True).with_provenance(config.provenance())
-
-
-# ---------------------------------------------------------------- the jobs
-
-
-class _Terminated(BaseException):
-    """SIGTERM, or another signal that ends with its exit code, received between two jobs."""
-
-
-def _run_all(runs: list[SweepRun], record: Callable[[], None], start: RunJob, say: Callable[[str], None]) -> int:
-    """Run the unfinished jobs, update `runs` and write it with `record`; return the exit code of a signal, or 0."""
-    with handlers_set(_terminate):
-        try:
-            for index, run in enumerate(runs):
-                head = f"job {run.job.number} ({index + 1} of {len(runs)}): {job_label(run.job)}"
-                if run.exit_code is not None:
-                    print(f"{head}: already finished", flush=True)
-                    continue
-                print(f"{head}; {run.directory}", flush=True)
-                runs[index] = _run_one(run, start, say)
-                record()
-                if runs[index].exit_code in _SIGNAL_EXIT_CODES:
-                    return runs[index].exit_code or EXIT_OK
-        except KeyboardInterrupt:
-            return EXIT_INTERRUPTED
-        except _Terminated:
-            return EXIT_TERMINATED
-    return EXIT_OK
-
-
-def _run_one(run: SweepRun, start: RunJob, say: Callable[[str], None]) -> SweepRun:
-    code, problem = EXIT_BAD_INPUT, ""
-    try:
-        code = start(run.config, run.placement)
-    except UserError as error:
-        code, problem = error.exit_code, error.lines[0]
-        say("\n".join(error.lines))
-    return replace(run, exit_code=code, error=problem, metrics=read_metrics(run))
-
-
-def _terminate(number: int, frame: FrameType | None) -> None:
-    raise _Terminated

@@ -41,6 +41,46 @@ class SweepRun:
     metrics: dict[str, Any] | None = None
 
 
+@dataclass
+class Sweep:
+    """The jobs of a sweep, and its directory.
+
+    Attributes:
+        key: the key that sets the directory.
+        elsewhere: the keys to change for another directory.
+        can_resume: the directory may hold the same sweep.
+        total: number of jobs, also of those that are not chosen yet.
+    """
+
+    directory: Path
+    key: str
+    elsewhere: str
+    runs: list[SweepRun]
+    can_resume: bool
+    total: int = 0
+
+    def __post_init__(self) -> None:
+        """Count the jobs."""
+        self.total = self.total or len(self.runs)
+
+    def record(self) -> None:
+        """Write the state of each job.
+
+        Raises:
+            UserError: the directory cannot be written (exit code 74).
+        """
+        write_record(self.directory, self.runs, self.key)
+
+    def resume(self) -> None:
+        """Mark the jobs that a record in the directory says are finished.
+
+        Raises:
+            UserError: the directory holds another sweep, or one that may not be resumed.
+        """
+        known = read_record(self.directory, [run.job for run in self.runs], self.can_resume, self.elsewhere)
+        self.runs = [mark_finished(run, row) for run, row in zip(self.runs, known, strict=True)]
+
+
 def job_label(job: Job) -> str:
     """Return the swept overrides of a job, secrets redacted."""
     return " ".join(map(redact, job.swept)) or "nothing varies"

@@ -27,9 +27,12 @@ from ..utils.errors import UserError
 from . import yaml_reader
 from .dotted_paths import Tree, get, join, merged, parents_of, put
 from .hydra_defaults import DefaultsError, DefaultsList, Repository, compute_defaults_list
+from .overrides import UNUSED_HYDRA_GROUPS
 from .suggest import closest
 from .yaml_reader import YamlError, YamlFile
 
+_SAMPLER = "hydra/sweeper/sampler"
+"""The group that only one choice of another group has."""
 PACKAGED_CONF = Path(__file__).resolve().parents[2] / "conf"
 
 
@@ -45,6 +48,9 @@ class Composition:
         notes: notes on content that is ignored.
         preset_name: the last file of the group `model`.
         preset: its values and those of the files of that group it starts from, by path.
+        hydra: the `hydra:` block, which is no part of `tree`.
+        hydra_origins: file and line of each of its leaves, `hydra.sweep.dir`.
+        choices: the chosen file of each group.
         stage: the stage of the NeMo-Framework-Launcher whose block was moved to the root; empty if unknown.
     """
 
@@ -55,6 +61,9 @@ class Composition:
     notes: list[Finding] = field(default_factory=list)
     preset_name: str = ""
     preset: dict[str, Any] = field(default_factory=dict)
+    hydra: Tree = field(default_factory=dict)
+    hydra_origins: dict[str, str] = field(default_factory=dict)
+    choices: dict[str, str | None] = field(default_factory=dict)
     stage: str = ""
 
 
@@ -104,7 +113,7 @@ class YamlSource(ConfigSource):
     def load_config(self, config_path: str) -> ConfigResult:
         """Return defaults list and package to Hydra, without the values."""
         parsed = self.read(config_path)
-        defaults = [item for item in parsed.defaults or [] if not _is_hydra_default(item)]
+        defaults = [item for item in parsed.defaults or [] if _logging_group(config_path, item) is None]
         content = {"defaults": defaults} if parsed.defaults is not None else {}
         return ConfigResult(
             provider=self.provider,
@@ -125,10 +134,14 @@ class YamlSource(ConfigSource):
         return found
 
 
-def _is_hydra_default(item: Any) -> bool:
-    """Return True for an entry that configures Hydra itself, such as `override hydra/launcher: x`."""
+def _logging_group(config_path: str, item: Any) -> str | None:
+    """Return the group of an entry such as `override hydra/job_logging: colorlog`, which has no effect; else None."""
     name = next(iter(item), "") if isinstance(item, dict) else item
-    return isinstance(name, str) and name.split(" ")[-1].startswith("hydra")
+    group = name.split(" ")[-1].partition("@")[0].lstrip("/")
+    if config_path.startswith("hydra/") and group.partition("/")[0] in UNUSED_HYDRA_GROUPS:
+        group = f"hydra/{group}"
+    head, _, below = group.partition("/")
+    return group if head == "hydra" and below.partition("/")[0] in UNUSED_HYDRA_GROUPS else None
 
 
 class Composer:
@@ -137,15 +150,18 @@ class Composer:
     Args:
         config_dir: the user's folder, searched first.
         extra: further folders, searched after `./conf` and before the packaged files.
+        config_path: folder of the primary file, searched before all others and in place of `./conf`.
 
     Raises:
-        UserError: `config_dir` is not a folder.
+        UserError: `config_dir` or `config_path` is not a folder.
     """
 
-    def __init__(self, config_dir: Path | None, extra: Sequence[Path] = ()) -> None:
-        if config_dir is not None and not config_dir.is_dir():
-            raise UserError(f"--config-dir {config_dir}: there is no such folder")
-        candidates = [*([config_dir] if config_dir else []), Path("conf"), *extra, PACKAGED_CONF]
+    def __init__(self, config_dir: Path | None, extra: Sequence[Path] = (), *, config_path: Path | None = None) -> None:
+        for option, folder in (("--config-path", config_path), ("--config-dir", config_dir)):
+            if folder is not None and not folder.is_dir():
+                raise UserError(f"{option} {folder}: there is no such folder")
+        own = [folder for folder in (config_path, config_dir) if folder is not None]
+        candidates = [*own, *([] if config_path else [Path("conf")]), *extra, PACKAGED_CONF]
         directories: list[Path] = []
         for candidate in candidates:
             if candidate.is_dir() and not any(candidate.samefile(known) for known in directories):
@@ -172,9 +188,13 @@ class Composer:
         self._check_exists(config_name)
         for choice in choices:
             self._check_choice(choice)
-        composition = Composition()
-        for config_path, package in self._defaults_list(config_name, choices).files:
+        found = self.defaults_list(config_name, choices)
+        composition = Composition(choices=dict(found.known_choices))
+        for config_path, package in found.files:
             self._merge(composition, config_path, package)
+        composition.hydra = composition.tree.pop("hydra", None) or {}
+        for path in [path for path in composition.origins if path.partition(".")[0] == "hydra"]:
+            composition.hydra_origins[path] = composition.origins.pop(path)
         return composition
 
     def _check_exists(self, config_name: str) -> None:
@@ -214,14 +234,25 @@ class Composer:
         lines.append(f"    {group} can be: {', '.join(options) or 'nothing'}")
         return lines
 
-    def _defaults_list(self, config_name: str, choices: Sequence[Override]) -> DefaultsList:
+    def source_of(self, config_path: str) -> Path:
+        """Return the folder of a file that exists."""
+        return next(source.directory for source in self._sources if source.is_config(config_path))
+
+    def defaults_list(self, config_name: str, choices: Sequence[Override]) -> DefaultsList:
+        """Return the files that `config_name`, its defaults list and `choices` select.
+
+        Raises:
+            UserError: a file does not exist, or a defaults list is not valid.
+        """
         try:
-            unchanged = compute_defaults_list(self._repository, config_name, [])
-            known = unchanged.known_choices
-            adapted = [override for choice in choices if (override := _as_change_or_add(choice, known)) is not None]
-            if not adapted:
-                return unchanged
-            return compute_defaults_list(self._repository, config_name, adapted)
+            found = compute_defaults_list(self._repository, config_name, [])
+            outer = [choice for choice in choices if choice.key_or_group != _SAMPLER]
+            for part in [outer] if len(outer) == len(choices) else [outer, choices]:
+                known = found.known_choices
+                adapted = [override for choice in part if (override := _as_change_or_add(choice, known)) is not None]
+                if adapted:
+                    found = compute_defaults_list(self._repository, config_name, adapted)
+            return found
         except UserError:
             raise
         except DefaultsError as error:
@@ -248,6 +279,7 @@ class Composer:
                 f"    fix: {fix}",
             ]
         where, group, name = missing.groups()
+        where = config_name if where == "hydra/config" else where  # an `override` of the user's file
         origin = f"defaults list of {where}" if where else "defaults list"
         if group and self.is_group(group):
             return self._no_option(group, name, origin)
@@ -261,11 +293,16 @@ class Composer:
     def _merge(self, composition: Composition, config_path: str, package: str) -> None:
         source = next(source for source in self._sources if source.is_config(config_path))
         file = source.read(config_path)
-        if file.path not in composition.files:
+        is_own = source.directory == PACKAGED_CONF and config_path.startswith("hydra/")
+        if file.path not in composition.files and not is_own:
             composition.files.append(file.path)
         tree = dict(file.tree)
-        if tree.pop("hydra", None) is not None:
-            composition.notes.append(_hydra_note(file))
+        for item in file.defaults or []:
+            if (group := _logging_group(config_path, item)) is not None:
+                rule = (
+                    f"`{group}` in the defaults list of {display_path(file.path)} has no effect: stoker logs by itself"
+                )
+                composition.notes.append(Finding.info(("hydra",), rule))
         placed: Tree = {}
         if package:
             put(placed, package, tree)
@@ -302,6 +339,8 @@ def display_path(path: Path) -> str:
 
 def _as_change_or_add(choice: Override, known: Mapping[str, object]) -> Override | None:
     """Return the choice as `group=x` or `+group=x`, whichever Hydra needs; None if `group=null` changes nothing."""
+    if choice.key_or_group == _SAMPLER and _SAMPLER not in known:
+        raise UserError(f"{choice.input_line} (command line): acts with hydra/sweeper=optuna only; add that")
     group = choice.key_or_group if choice.package is None else f"{choice.key_or_group}@{choice.package}"
     if choice.is_delete():
         return _check_deletion(choice, group, known)
@@ -335,12 +374,3 @@ def _check_deletion(choice: Override, group: str, known: Mapping[str, object]) -
 def _error_text(path: Path, error: YamlError) -> str:
     where = f"{display_path(path)}:{error.line}" if error.line else display_path(path)
     return f"{where}: {error.message}"
-
-
-def _hydra_note(file: YamlFile) -> Finding:
-    where = f"{display_path(file.path)}:{file.lines.get('hydra', 1)}"
-    return Finding.info(
-        ("hydra",),
-        f"`hydra:` in {where} has no effect: stoker uses Hydra for composition only",
-        "set configuration folders with --config-dir, the run directory with exp_manager.exp_dir",
-    )

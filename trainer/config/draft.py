@@ -15,6 +15,7 @@ from ..utils.errors import UserError
 from ..utils.redaction import is_secret, redact, redact_value
 from . import dotted_paths, expand_t5, infer_family, validate
 from .dotted_paths import MISSING, Tree
+from .hydra_node import HydraNode, missing_value
 from .interpolation import InterpolationError, MissingKeyError, Resolver, has_interpolation
 from .missing_values import fill_missing, missing_value_problems
 from .nemo import launcher_files, nemo_spellings
@@ -25,7 +26,7 @@ from .problems import ConfigError, KeyReport, Problem
 from .rules import all_rules
 from .rules.process_rules import PARALLEL_SIZE_KEYS
 from .rules.rule_context import RuleContext
-from .run_config import DEFAULT_ORIGIN, Origin, Preset, RunConfig
+from .run_config import DEFAULT_ORIGIN, HydraSettings, Origin, Preset, RunConfig
 from .schema.key_index import defaults_tree, find_key, format_value, schema_blocks, schema_keys
 from .schema.optim import PHASES
 from .schema.root import RootBlock, family_of
@@ -69,6 +70,7 @@ class Draft:
         packaged: paths set by packaged files.
         preset: the model's preset.
         stage: stage of the NeMo-Framework-Launcher that references to its own block name, if known.
+        hydra: the `hydra:` block; None for a document.
     """
 
     def __init__(
@@ -83,6 +85,7 @@ class Draft:
         self.packaged: frozenset[str] = frozenset()
         self.preset = Preset()
         self.stage = ""
+        self.hydra: HydraNode | None = None
         self._moved: dict[str, str] = {}
         self._raw: Tree = {}
         self._resolved: Tree = {}
@@ -163,7 +166,7 @@ class Draft:
             ConfigError: the configuration is not valid.
         """
         self._infer_family()
-        self._resolve()
+        settings = self._resolve()
         self._family = family_of(self._resolved.get("model"))
         for finding in expand_t5.expand_stack_keys(self._resolved, self.kind_of, self._moved):
             self._add_finding(finding)
@@ -211,6 +214,7 @@ class Draft:
             files=files,
             preset_keys=frozenset(path for path in self.packaged if self.kind_of(path) == "file"),
             preset=self.preset,
+            hydra=settings,
         )
 
     def origin_text(self, path: str) -> str:
@@ -266,12 +270,22 @@ class Draft:
     def resolver(self, tree: Tree) -> Resolver:
         """Return a resolver of the interpolations of `tree`."""
         alias = partial(launcher_files.without_stage, stage=self.stage)
-        return Resolver(tree, self.variables, nemo_default, takes_only_text, launcher_files.is_variable, alias)
+        if self.hydra is not None:
+            tree = {**tree, "hydra": self.hydra.references}
+        now = None if self.hydra is None else self.hydra.context.now
+        return Resolver(tree, self.variables, nemo_default, takes_only_text, launcher_files.is_variable, alias, now)
 
-    def _resolve(self) -> None:
-        """Fill `_resolved`; an unresolvable interpolation is a problem if its key could have an effect."""
+    def _resolve(self) -> HydraSettings | None:
+        """Fill `_resolved`, and return the settings of `hydra:`.
+
+        An interpolation that cannot be resolved is a problem if its key could have an effect.
+        """
+        if self.hydra is not None:
+            self.hydra.set_run_directory(self)
         whole = dotted_paths.merged(defaults_tree(self._family), self.tree)
         resolver = self.resolver(whole)
+        settings = None if self.hydra is None else self.hydra.settings(resolver, self.findings)
+        self.problems.extend([] if self.hydra is None else self.hydra.problems)
         for path, raw in list(dotted_paths.leaves(self.tree)):
             if self.literal or not has_interpolation(raw):
                 dotted_paths.put(self._resolved, path, raw)
@@ -302,6 +316,7 @@ class Draft:
             dotted_paths.put(self._resolved, path, value)
             if row is None:
                 self._used_variables.update(filter(launcher_files.is_variable, found.sources))
+        return settings
 
     def _reference_suggestion(self, path: str, error: InterpolationError) -> str:
         if not isinstance(error, MissingKeyError):
@@ -414,7 +429,10 @@ def nemo_default(path: str) -> Any:
 
     Raises:
         KeyError: the key is not in the key table.
+        MissingKeyError: it is a value of `hydra:` that does not exist.
     """
+    if path.startswith("hydra."):
+        raise missing_value(path)
     row = find_row(path)
     if row is None or row.pattern != path:
         raise KeyError(path)

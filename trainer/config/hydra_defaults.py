@@ -8,7 +8,7 @@ that this file was checked with are in `tests/trainer/test_config_compose.py`.
 from __future__ import annotations
 
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -16,7 +16,7 @@ from hydra import version
 from hydra._internal.config_repository import ConfigRepository
 from hydra._internal.defaults_list import create_defaults_list
 from hydra.core.config_search_path import ConfigSearchPath
-from hydra.core.default_element import DefaultsTreeNode
+from hydra.core.default_element import DefaultsTreeNode, InputDefault, VirtualRoot
 from hydra.core.override_parser.types import Override
 from hydra.plugins.config_source import ConfigResult, ConfigSource
 
@@ -60,10 +60,12 @@ class DefaultsList:
     Attributes:
         files: config path and package of each file, in merge order.
         known_choices: the choice of each group that the list names; None: none is chosen.
+        tree: depth and config path of each file as the lists name them, below the primary file and that of Hydra.
     """
 
     files: Sequence[tuple[str, str]]
     known_choices: Mapping[str, str | None]
+    tree: Sequence[tuple[int, str]] = ()
 
 
 def compute_defaults_list(repository: Repository, config_name: str, choices: Sequence[Override]) -> DefaultsList:
@@ -76,7 +78,7 @@ def compute_defaults_list(repository: Repository, config_name: str, choices: Seq
         version.setbase("1.3")
     repository.num_reads = 0
     try:
-        found = create_defaults_list(repository, config_name, list(choices), prepend_hydra=False, skip_missing=False)
+        found = create_defaults_list(repository, config_name, list(choices), prepend_hydra=True, skip_missing=False)
     except (RecursionError, DefaultsError) as error:
         circle = _find_circle(error.__traceback__)
         if circle:
@@ -87,7 +89,18 @@ def compute_defaults_list(repository: Repository, config_name: str, choices: Seq
         for default in found.defaults
         if default.config_path is not None and default.config_path != "_dummy_empty_config_"
     ]
-    return DefaultsList(files, found.overrides.known_choices)
+    return DefaultsList(files, found.overrides.known_choices, tuple(_nodes(found.defaults_tree, 0)))
+
+
+def _nodes(node: DefaultsTreeNode | InputDefault, depth: int) -> Iterator[tuple[int, str]]:
+    """Yield the files of a tree of defaults lists, each before those that it names."""
+    default = node.node if isinstance(node, DefaultsTreeNode) else node
+    if not isinstance(default, VirtualRoot):
+        path = "_self_" if default.is_self() else default.get_config_path()
+        yield depth, f"{path} (not chosen)" if default.get_name() is None else path
+        depth += 1
+    for child in (node.children or []) if isinstance(node, DefaultsTreeNode) else []:
+        yield from _nodes(child, depth)
 
 
 def _find_circle(trace: TracebackType | None) -> list[str]:

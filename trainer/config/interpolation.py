@@ -1,4 +1,4 @@
-"""Resolve `${...}`: references to other keys, NeMo's arithmetic and environment variables.
+"""Resolve `${...}`: references to other keys, NeMo's arithmetic, environment variables, `hydra:` and `now:`.
 
 Grammar and semantics follow OmegaConf (a test compares the two). Evaluation is implemented here because configuration
 files may be untrusted: expansions are bounded in depth, size and number, cyclic references are an error, and values
@@ -8,10 +8,13 @@ from the environment are tracked, so that they are never written to disk.
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
+from ...models.config.extensions import extension_names, extension_source, load_extension
 from .dotted_paths import MISSING, join, parent_of
 from .resolvers import RESOLVERS
 from .yaml_reader import parse_scalar
@@ -22,6 +25,8 @@ MAX_EVALUATIONS = 20_000
 _ABSENT = object()
 _ARGUMENT_END = ",}"
 _RESOLVER = re.compile(r"\s*([A-Za-z_][A-Za-z0-9_.]*)\s*:")
+_FIXED = re.compile(r"(?<!\\)\$\{\s*(?:now|hydra)\s*:[^${}]*\}")
+"""A value that is evaluated once, also in text that is saved with its references to the environment."""
 _REFERENCE = re.compile(r"(?<!\\)\$\{\s*(\.*[A-Za-z_][\w.\[\]]*)\s*\}")
 
 
@@ -36,8 +41,8 @@ class MissingKeyError(InterpolationError):
         target: path of the missing key.
     """
 
-    def __init__(self, target: str) -> None:
-        super().__init__(f"refers to `{target}`, which does not exist")
+    def __init__(self, target: str, message: str = "") -> None:
+        super().__init__(message or f"refers to `{target}`, which does not exist")
         self.target = target
 
 
@@ -76,6 +81,7 @@ class Resolver:
             parsed as YAML, so that `${oc.env:WIDTH}` can be a number.
         is_variable: returns True for a path that another program's file leaves to the user; it is `???` until set.
         alias: returns the path to use for a reference, such as `model.seed` for `training.model.seed`.
+        now: the time for `now`; None: it has no value.
 
     Attributes:
         unset: paths met so far that have no value (`???`).
@@ -89,6 +95,7 @@ class Resolver:
         is_text: Callable[[str], bool] = lambda path: True,
         is_variable: Callable[[str], bool] = lambda path: False,
         alias: Callable[[str], str] = lambda path: path,
+        now: time.struct_time | None = None,
     ) -> None:
         self._tree = tree
         self._environ = environ
@@ -96,6 +103,7 @@ class Resolver:
         self._is_text = is_text
         self._is_variable = is_variable
         self._alias = alias
+        self._now = now
         self.unset: set[str] = set()
         self._resolved: dict[str, Resolved] = {}
         self._resolving: list[str] = []
@@ -212,7 +220,8 @@ class Resolver:
         whole = _REFERENCE.fullmatch(raw)
         if whole and not keep(target := self.target(whole[1], path)):
             return self.expand(target, keep)
-        text = _REFERENCE.sub(written_out, raw)
+        text = _FIXED.sub(lambda match: str(_Parser(match[0], path, self).evaluate().value), raw)
+        text = _REFERENCE.sub(written_out, text)
         if len(text) > MAX_TEXT:
             raise InterpolationError(f"expands to more than {MAX_TEXT // 1024} KiB of text")
         return text
@@ -230,6 +239,23 @@ class Resolver:
                 f"${{oc.env:{arguments[0]},default}}"
             )
         return arguments[1] if arguments[1] is None else str(arguments[1])
+
+    def resolve_now(self, arguments: list[Any]) -> str:
+        """Evaluate `now:FORMAT`, with the format of `time.strftime`."""
+        if len(arguments) != 1:
+            raise InterpolationError("`now` takes one format, such as ${now:%Y-%m-%d}")
+        if self._now is None:
+            raise InterpolationError(
+                "calls `now`, which would differ between the processes that torchrun or srun started; let stoker start "
+                "them, or pass the time in a variable: ${oc.env:NAME}"
+            )
+        return time.strftime(str(arguments[0]), self._now)
+
+    def resolve_hydra(self, arguments: list[Any]) -> Resolved:
+        """Evaluate `hydra:KEY`: the same as a reference to `hydra.KEY`."""
+        if len(arguments) != 1 or not isinstance(arguments[0], str) or not arguments[0]:
+            raise InterpolationError("`hydra` takes one key, such as ${hydra:job.num}")
+        return self.resolve(f"hydra.{arguments[0]}")
 
     def resolve_select(self, arguments: list[Any], path: str) -> Resolved:
         """Evaluate `oc.select:key` or `oc.select:key,default`: null or the default if the key does not exist."""
@@ -403,18 +429,50 @@ class _Parser:
             return self._value_of(self._resolver.resolve_select(arguments, self._path))
         if MISSING in arguments:
             return MISSING
+        if name == "hydra":
+            return self._value_of(self._resolver.resolve_hydra(arguments))
+        if name == "now":
+            return self._resolver.resolve_now(arguments)
         if name == "oc.decode" and len(arguments) == 1:
             return parse_scalar(arguments[0]) if isinstance(arguments[0], str) else arguments[0]
         if name == "gpu_name" and arguments == [""]:
             return None  # as in NeMo without an A100 or H100; it only chooses files of settings without effect here
-        function = RESOLVERS.get(name)
-        if function is None:
-            known = ", ".join([*RESOLVERS, "oc.env", "oc.select", "oc.decode", "gpu_name"])
+        if name in RESOLVERS:
+            function: Callable[..., Any] = RESOLVERS[name]
+        elif name in extension_names("resolver"):
+            function = partial(_call_users_resolver, name)
+        else:
+            names = ("oc.env", "oc.select", "oc.decode", "hydra", "now", "gpu_name")
+            known = ", ".join([*RESOLVERS, *extension_names("resolver"), *names])
             raise InterpolationError(f"calls `{name}`, which is not supported; use one of {known}")
         try:
             return function(*arguments)
         except (ValueError, OverflowError) as error:
             raise InterpolationError(str(error)) from None
+
+
+def _call_users_resolver(name: str, *arguments: Any) -> Any:
+    """Call a resolver of an installed package or an imported module.
+
+    Raises:
+        ValueError: it fails, or returns another object than a value of a configuration.
+    """
+    function = load_extension("resolver", name)
+    try:
+        value = function(*arguments)
+    except Exception as error:
+        raise ValueError(f"calls `{name}` of {extension_source('resolver', name)}, which fails: {error}") from None
+    if not _is_plain(value):
+        raise ValueError(
+            f"calls `{name}`, which returns {type(value).__name__}; it must return text, a number or a list"
+        )
+    return value
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, list):
+        return all(map(_is_plain, value))
+    return value is None or type(value) in (str, int, float, bool)
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ from .override_typos import detect_override_typos, quoted_override
 from .problems import Problem
 from .schema.key_index import find_key, format_value
 from .validate import accepts_value
-from .yaml_reader import MAX_DEPTH, parse_scalar
+from .yaml_reader import MAX_DEPTH, SWEPT_DOT, parse_scalar
 
 MAX_LENGTH = 64 * 1024
 _LONE_SURROGATE = re.compile(r"[\ud800-\udfff]")
@@ -34,6 +34,9 @@ _MAX_SHOWN = 200
 _MAX_LISTED = 10
 """Overrides of one key that a message lists."""
 _RESET = "~"
+_SWEPT_BLOCK = "hydra.sweeper.params."
+UNUSED_HYDRA_GROUPS = ("job_logging", "hydra_logging", "output", "help", "hydra_help", "env", "callbacks")
+"""Groups of Hydra's own configuration that stoker has no use for."""
 _MISSING_NAME_FIX = "write {}, with the name of a key for NAME"
 
 
@@ -68,12 +71,14 @@ class ParsedOverrides:
         value_overrides: value overrides, in the order given.
         problems: overrides that could not be parsed.
         notes: overrides that later ones replace.
+        hydra_overrides: value overrides of keys below `hydra.`.
     """
 
     group_choices: tuple[Override, ...]
     value_overrides: tuple[ValueOverride, ...]
     problems: tuple[Problem, ...]
     notes: tuple[Finding, ...] = ()
+    hydra_overrides: tuple[ValueOverride, ...] = ()
 
 
 def parse_overrides(overrides: Sequence[str], is_group: Callable[[str], bool]) -> ParsedOverrides:
@@ -81,7 +86,9 @@ def parse_overrides(overrides: Sequence[str], is_group: Callable[[str], bool]) -
     parser = OverridesParser.create()
     choices: list[Override] = []
     edits: list[ValueOverride] = []
+    of_hydra: list[ValueOverride] = []
     problems: list[Problem] = []
+    unused: list[Finding] = []
     for typed in detect_override_typos(overrides):
         if isinstance(typed, Problem):
             problems.append(typed)
@@ -90,13 +97,17 @@ def parse_overrides(overrides: Sequence[str], is_group: Callable[[str], bool]) -
             override = parse_override(parser, typed)
             if is_group(override.key_or_group) and not isinstance(override.value(), dict):
                 choices.append(_check_choice(override))
+            elif override.key_or_group.startswith("hydra/"):
+                unused.append(_unused_hydra_group(override))
+            elif override.key_or_group.partition(".")[0] == "hydra":
+                of_hydra.extend(_hydra_edits(override, typed))
             else:
                 edits.append(_edit(override, typed))
         except OverrideError as error:
             problems.append(Problem(typed, None, "command line", error.rule, error.fix))
-    notes = (*_replaced_choices(choices), *_replaced_keys(edits))
+    notes = (*_replaced_choices(choices), *_replaced_keys([*edits, *of_hydra]), *unused)
     last = {_group_of(choice): choice for choice in choices}
-    return ParsedOverrides(tuple(last.values()), tuple(edits), tuple(problems), notes)
+    return ParsedOverrides(tuple(last.values()), tuple(edits), tuple(problems), notes, tuple(of_hydra))
 
 
 class OverrideError(Exception):
@@ -212,11 +223,6 @@ def _edit(override: Override, typed: str) -> ValueOverride:
         raise OverrideError(
             f"there is no group `{group}`", "groups are model, data, tokenizer, optim, peft, trainer, experiment"
         )
-    if path == "hydra" or path.startswith("hydra."):
-        raise OverrideError(
-            "stoker uses Hydra for composition only",
-            "set the run directory with exp_manager.exp_dir, configuration folders with --config-dir",
-        )
     if override.is_sweep_override():
         known = find_key(path)
         raw = typed.partition("=")[2]
@@ -230,6 +236,30 @@ def _edit(override: Override, typed: str) -> ValueOverride:
             "holds several values", f"write a list as {listed}, quote text, or train with each: stoker train -m"
         )
     return ValueOverride(path, override.value(), override.is_delete(), typed)
+
+
+def _hydra_edits(override: Override, typed: str) -> Iterator[ValueOverride]:
+    """Yield the values that an override of `hydra` sets, one key each."""
+    path, raw = override.key_or_group, typed.partition("=")[2]
+    if path.startswith(_SWEPT_BLOCK):  # its names hold dots, and its values are those of a sweep
+        path = _SWEPT_BLOCK + path.removeprefix(_SWEPT_BLOCK).replace(".", SWEPT_DOT)
+        yield ValueOverride(path, raw, override.is_delete(), typed)
+        return
+    if override.is_sweep_override():
+        raise OverrideError("holds several values", "a sweep has one configuration of Hydra; quote text")
+    value = override.value()
+    if isinstance(value, dict) and value and not override.is_delete():
+        for below, leaf in dotted_paths.leaves({str(name): item for name, item in value.items()}, path):
+            yield ValueOverride(below, leaf, False, typed)
+        return
+    yield ValueOverride(path, value, override.is_delete(), typed)
+
+
+def _unused_hydra_group(override: Override) -> Finding:
+    group = override.key_or_group
+    if group.split("/")[1] in UNUSED_HYDRA_GROUPS:
+        return Finding.info(("hydra",), f"`{override.input_line}` has no effect: stoker logs by itself")
+    raise OverrideError(f"there is no group `{group}`", "hydra/launcher, hydra/sweeper, hydra/sweeper/sampler")
 
 
 def _replaced_keys(edits: Iterable[ValueOverride]) -> Iterator[Finding]:

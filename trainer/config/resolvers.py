@@ -1,4 +1,7 @@
-"""Arithmetic functions for interpolations, as in NeMo. No other resolver exists, and none can be registered.
+"""Arithmetic functions for interpolations, as in NeMo.
+
+Further resolvers are functions of installed packages (entry points `stoker.resolvers`) or of modules that were imported
+on purpose (`stoker.register("resolver", name)`); no file names one by its module.
 
 NeMo registers `multiply` and `sum`, its launcher `divide_ceil` and `divide_floor`, NeMo-Aligner `int_div`, `subtract`
 and `not`.

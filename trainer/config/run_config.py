@@ -14,6 +14,7 @@ from ...models.config.key_block import Finding
 from ..utils.durable_files import atomic_write
 from .problems import KeyReport
 from .resolved_run import ResolvedRun, resolve_run
+from .schema.hydra import AnyLauncher, AnySweeper
 from .schema.root import RootBlock
 
 
@@ -49,6 +50,25 @@ class Preset:
     values: dict[str, Any] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class HydraSettings:
+    """Settings of the `hydra:` block; `hydra.run.dir` is in `exp_manager.explicit_log_dir`.
+
+    Attributes:
+        is_multirun: `-m`, or `hydra.mode: MULTIRUN`.
+        sweep_dir: `hydra.sweep.dir`.
+        sweep_subdir: `hydra.sweep.subdir` of a job of a sweep; empty without one.
+        launcher: `hydra.launcher`.
+        sweeper: `hydra.sweeper`.
+    """
+
+    is_multirun: bool
+    sweep_dir: str | None
+    sweep_subdir: str
+    launcher: AnyLauncher
+    sweeper: AnySweeper
+
+
 @dataclass(frozen=True)
 class RunConfig:
     """Validated configuration.
@@ -63,6 +83,7 @@ class RunConfig:
         files: the YAML files that were merged.
         preset_keys: paths whose values come from files of this package.
         preset: the model's preset, before other files and overrides changed it.
+        hydra: settings of the `hydra:` block; None for a document.
     """
 
     root: RootBlock
@@ -74,6 +95,7 @@ class RunConfig:
     files: tuple[Path, ...] = ()
     preset_keys: frozenset[str] = frozenset()
     preset: Preset = field(default_factory=Preset)
+    hydra: HydraSettings | None = None
 
     @cached_property
     def resolved(self) -> ResolvedRun:

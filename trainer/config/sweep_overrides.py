@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -37,6 +38,28 @@ class Job:
     number: int
     overrides: tuple[str, ...]
     swept: tuple[str, ...]
+
+
+def hydra_overrides(overrides: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Divide overrides into those of Hydra's own keys and groups, which no job varies, and the others."""
+    parts: tuple[list[str], list[str]] = ([], [])
+    for typed in overrides:
+        parts[not re.match(r"[+~]*hydra[./]", typed)].append(typed)
+    return parts
+
+
+def fixed_overrides(overrides: Sequence[str]) -> list[str]:
+    """Return the overrides that hold in every job."""
+    parser = OverridesParser.create()
+    fixed = []
+    for typed in overrides:
+        try:
+            override = parse_override(parser, typed)
+        except OverrideError:
+            continue  # reported with the other problems of a job
+        if not override.is_sweep_override():
+            fixed.append(typed)
+    return fixed
 
 
 def expand_jobs(overrides: Sequence[str], options: Options) -> list[Job]:
@@ -89,7 +112,8 @@ def _option_overrides(override: Override, options: Options) -> list[str]:
         return [f"{key}={name}" for name in names]
     if not override.is_discrete_sweep():
         raise OverrideError(
-            "is an interval, which a grid sweep does not support", f"write {key}=range(...), or values with commas"
+            "is an interval, which a grid sweep does not support",
+            f"write {key}=range(...), or values with commas, or choose hydra/sweeper=optuna",
         )
     found = list(itertools.islice(override.sweep_string_iterator(), MAX_JOBS + 1))
     if not found:

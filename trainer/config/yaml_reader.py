@@ -35,6 +35,9 @@ _FLOAT = re.compile(
 _BOOL = re.compile(r"(?:yes|Yes|YES|no|No|NO|true|True|TRUE|false|False|FALSE|on|On|ON|off|Off|OFF)$")
 _BARE_REFERENCE = re.compile(r"[{\[,:]\s*(\$\{|\?\?\?)")
 """An interpolation or `???` without quotes, which YAML reads as text before a block, and as the mark of a key."""
+SWEPT_DOT = "\x1f"
+"""Stands for the dots in the names of `hydra.sweeper.params`, each of which is one key: `model.optim.lr: 1,2`."""
+_SWEPT_BLOCKS = ("params", "sweeper.params", "hydra.sweeper.params")
 _NULL = re.compile(r"(?:~|null|Null|NULL|)$")
 
 
@@ -265,7 +268,7 @@ def _build_mapping(node: yaml.MappingNode, path: str, lines: dict[str, int], dot
             continue
         if not isinstance(key_node, yaml.ScalarNode):
             raise YamlError("a key must be a name, not a list or a block", line)
-        name = key_node.value
+        name = key_node.value.replace(".", SWEPT_DOT) if path in _SWEPT_BLOCKS else key_node.value
         if name in own:
             raise YamlError(f"`{join(path, name)}` is given twice", line)
         if not dots and (not name or ("." in name and "defaults[" not in path)):

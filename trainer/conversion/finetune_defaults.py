@@ -74,17 +74,25 @@ def load_finetune_config(
     config_dir: Path | None = None,
     overrides: Sequence[str] = (),
     environ: Mapping[str, str] | None = None,
+    **options: Any,
 ) -> RunConfig:
     """Load a configuration as `load_run_config` does, for `stoker finetune`.
 
-    Keys of the model and its tokenizer that are not given are those of `model.restore_from_path`, which is required.
+    Keys of the model and its tokenizer that are not given are those of `model.restore_from_path`, which is required;
+    `options` are `config_path` and `context`.
 
     Raises:
         UserError: a file, choice or pretrained model does not exist, or a file cannot be read.
         ConfigError: the configuration is not valid; holds all problems.
     """
     return load_run_config(
-        config_name, config_dir, overrides, environ, default_name="finetune", fill_defaults=fill_pretrained_keys
+        config_name,
+        config_dir,
+        overrides,
+        environ,
+        default_name="finetune",
+        fill_defaults=fill_pretrained_keys,
+        **options,
     )
 
 
