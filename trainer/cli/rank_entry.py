@@ -5,7 +5,6 @@ The launcher starts this module: it reads the configuration from stdin, trains, 
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import signal
@@ -21,12 +20,11 @@ from ..distributed.step_counter import open_step_counter
 from ..utils.environment import prepare_process
 from ..utils.errors import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_OK, UserError
 from ..utils.import_modules import import_plugins
-from ..utils.signals import EXIT_CODES, exit_on_signals
+from ..utils.signals import EXIT_CODES, exit_on_signals, signal_when_parent_ends
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-_PR_SET_PDEATHSIG = 1  # sys/prctl.h
 _CONNECTION_ERRORS = (
     "Connection closed by peer",
     "onnection reset",
@@ -46,7 +44,7 @@ def main() -> None:
     signal.signal(signal.SIGQUIT, signal.SIG_IGN)  # until it writes stack traces (`watchdog.py`)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, EXIT_CODES)
     task: dict[str, Any] = json.loads(sys.stdin.buffer.readline())
-    _die_with_launcher()
+    signal_when_parent_ends(signal.SIGKILL)  # also while this process is suspended
     threading.Thread(target=_end_with_launcher, name="launcher", daemon=True).start()
     code, kind, lines = EXIT_OK, "", []
     try:
@@ -113,12 +111,6 @@ def _lost_nodes(task: dict[str, Any]) -> str:
         return ""
     nodes, (host, port) = task["num_nodes"], task["address"]
     return lost_nodes((host, port), task["session"], task["node"], nodes, task["world_size"] // nodes)
-
-
-def _die_with_launcher() -> None:
-    """Have Linux kill this process when the launcher exits, even while this process is suspended."""
-    with suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _end_with_launcher() -> None:

@@ -112,18 +112,32 @@ def read_record(directory: Path, jobs: Sequence[Job], can_resume: bool, director
             f"{directory} already holds a sweep; resume it with exp_manager.resume_if_exists=True, or write elsewhere "
             f"with another {directory_keys}"
         )
-    try:
-        if path.stat().st_size > _MAX_RECORD_BYTES:
-            raise ValueError("it is too large")
-        known = json.loads(path.read_text(encoding="utf-8"))["jobs"]
-        swept = [row["swept"] for row in known]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise UserError(f"{path}: cannot be read ({error}); move it away to start a new sweep") from None
-    if swept != [list(map(redact, job.swept)) for job in jobs]:
+    known = read_rows(directory)
+    if [row["swept"] for row in known] != [list(map(redact, job.swept)) for job in jobs]:
         raise UserError(
             f"{directory} holds a sweep of other jobs; repeat its overrides to resume it, or write elsewhere with "
             f"another {directory_keys}"
         )
+    return known
+
+
+def read_rows(directory: Path) -> list[dict[str, Any]]:
+    """Read the recorded jobs of a sweep; none if there is no record.
+
+    Raises:
+        UserError: it cannot be read.
+    """
+    path = directory / RECORD_FILE
+    if not path.exists():
+        return []
+    try:
+        if path.stat().st_size > _MAX_RECORD_BYTES:
+            raise ValueError("it is too large")
+        known = json.loads(path.read_text(encoding="utf-8"))["jobs"]
+        if not all(isinstance(row["swept"], list) for row in known):
+            raise ValueError("it is not a list of jobs")
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise UserError(f"{path}: cannot be read ({error}); move it away to start a new sweep") from None
     return known
 
 

@@ -86,7 +86,7 @@ def expand_jobs(overrides: Sequence[str], options: Options) -> list[Job]:
             words_of.setdefault(key, []).append(typed)
             varying |= {key} if is_swept else set()
         try:
-            alternatives.append(_option_overrides(override, options) if override is not None and is_swept else [typed])
+            alternatives.append(alternatives_of(override, options) if override is not None and is_swept else [typed])
             swept.append(is_swept)
         except OverrideError as error:
             problems.append(Problem(typed, None, "command line", error.rule, error.fix))
@@ -102,7 +102,12 @@ def expand_jobs(overrides: Sequence[str], options: Options) -> list[Job]:
     ]
 
 
-def _option_overrides(override: Override, options: Options) -> list[str]:
+def alternatives_of(override: Override, options: Options) -> list[str]:
+    """Return a swept override once for each of its values.
+
+    Raises:
+        OverrideError: it has none, or they cannot be counted.
+    """
     key = override.get_key_element()
     values = override.value()
     if isinstance(values, Glob):

@@ -48,6 +48,14 @@ def user_path(text: str, source: str) -> Path:
         raise UserError(f"`{source}` ({text}): there is no such home directory; write the whole path") from None
 
 
+def restore_visible_devices(value: str | None) -> None:
+    """Set CUDA_VISIBLE_DEVICES, or remove it for None."""
+    if value is None:
+        os.environ.pop("CUDA_VISIBLE_DEVICES", None)
+    else:
+        os.environ["CUDA_VISIBLE_DEVICES"] = value
+
+
 def format_variable(value: str | int | float | bool) -> str:
     """Format a value of `env_vars` as an environment variable: true and false become 1 and 0."""
     return str(int(value)) if isinstance(value, bool) else str(value)

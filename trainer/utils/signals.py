@@ -6,12 +6,13 @@ job expects to be followed by a checkpoint, and SIGHUP is sent when a terminal c
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
@@ -23,6 +24,7 @@ TERMINATION_SIGNALS = tuple(
 """Signals after which a run saves a checkpoint and exits with 143; Windows has only the first."""
 EXIT_CODES = {signal.SIGINT: EXIT_INTERRUPTED, **dict.fromkeys(TERMINATION_SIGNALS, EXIT_TERMINATED)}
 _MAIN_THREAD_SECONDS = 0.2
+_PR_SET_PDEATHSIG = 1  # sys/prctl.h
 
 Handler = Callable[[int, FrameType | None], object]
 
@@ -57,6 +59,12 @@ def handlers_set(handler: Handler, numbers: tuple[signal.Signals, ...] = TERMINA
         yield
     finally:
         restore_handlers(previous)
+
+
+def signal_when_parent_ends(number: signal.Signals) -> None:
+    """Have Linux send this process a signal when its parent exits; do nothing on other systems."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
 
 
 def exit_now(number: int, frame: FrameType | None = None) -> None:
