@@ -13,7 +13,6 @@ from stoker.trainer.config.load import config_from_document, load_hydra_settings
 from stoker.trainer.config.schema import hydra as schema
 from stoker.trainer.utils.errors import UserError
 
-
 LOCAL, SLURM, OPTUNA = "hydra/launcher=submitit_local", "hydra/launcher=submitit_slurm", "hydra/sweeper=optuna"
 
 
