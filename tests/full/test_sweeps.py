@@ -69,9 +69,9 @@ def test_two_ranks_three_jobs_one_failing(here, words):
         assert "failed trial" in done.stderr
 
 
-def test_jobs_of_a_stopped_sweep_are_cancelled_and_resumed(here):
+def test_jobs_of_a_stopped_sweep_save_a_checkpoint(here):
     pytest.importorskip("submitit")
-    words = [*GRID[:0], "model.seed=1,2", *LOCAL, "exp_manager.resume_if_exists=True", "trainer.log_every_n_steps=1"]
+    words = ["model.seed=1,2", *LOCAL, "exp_manager.resume_if_exists=True", "trainer.log_every_n_steps=1"]
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}
     started = subprocess.Popen([*TRAIN, *words, "trainer.max_steps=1000000"], cwd=here, env=environ)
     try:

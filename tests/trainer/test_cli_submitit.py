@@ -79,7 +79,7 @@ def test_a_job_that_ends_without_an_exit_code(here, monkeypatch):
     monkeypatch.setattr("submitit.SlurmJob.done", lambda job: True)  # asks sacct once a minute
     said = []
     assert sweep("hydra/launcher=submitit_slurm", said=said.append) == 1
-    assert "the job ended without an exit code; its log is" in said[0]
+    assert "the job ended without an exit code; see " in said[0]
 
 
 def test_slurm_that_is_not_there(here, monkeypatch):
@@ -103,8 +103,10 @@ def test_gpus_are_divided_among_jobs(monkeypatch):
 
 def test_a_job_reads_its_file_and_reports(tmp_path, monkeypatch):
     task = {"command": ["stoker", "x"], "imports": [], "digest": "other", "exit_file": str(tmp_path / "e")}
+    task["log_file"] = str(tmp_path / "l")
     (tmp_path / "t").write_text(json.dumps({**task, "document": tiny_document(tmp_path)}))
     monkeypatch.setattr(sys, "argv", ["job_entry", str(tmp_path / "t")])
+    monkeypatch.setattr(job_entry, "_write_log", lambda _: None)
     monkeypatch.setattr(job_entry, "set_handlers", lambda *_: {})
     monkeypatch.setattr(job_entry, "signal_when_parent_ends", lambda _: None)
     assert job_entry.main() == 2
@@ -113,15 +115,16 @@ def test_a_job_reads_its_file_and_reports(tmp_path, monkeypatch):
 
 
 CANCELLED = """
-import signal, sys
+import os, signal, sys
 from stoker.trainer.cli import job_entry
-job_entry._run = lambda task, errors: print("ready", flush=True) or signal.pause()
+ready = os.dup(1)
+job_entry._run = lambda task, errors: print("in the log", flush=True) or os.write(ready, b"ready\\n") and signal.pause()
 sys.exit(job_entry.main())
 """
 
 
 def test_a_cancelled_job_reports_too(tmp_path: Path):
-    task = {"command": ["stoker"], "exit_file": str(tmp_path / "e")}
+    task = {"command": ["stoker"], "exit_file": str(tmp_path / "e"), "log_file": str(tmp_path / "l")}
     (tmp_path / "t").write_text(json.dumps(task))
     with subprocess.Popen([sys.executable, "-c", CANCELLED, str(tmp_path / "t")], stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
@@ -129,3 +132,4 @@ def test_a_cancelled_job_reports_too(tmp_path: Path):
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 143
     assert json.loads((tmp_path / "e").read_text())["exit_code"] == 143
+    assert (tmp_path / "l").read_text() == "in the log\n"

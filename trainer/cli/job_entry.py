@@ -1,6 +1,6 @@
 """Entry point of a job that submitit starts: `python -m stoker.trainer.cli.job_entry FILE`.
 
-The file holds the frozen configuration; the exit code and the first line of an error are written beside it.
+The file holds the frozen configuration; log, exit code and the first line of an error are written beside it.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ def main() -> int:
     task: dict[str, Any] = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     sys.argv = task["command"]  # for the run's manifest and loggers
     errors: list[str] = []
+    _write_log(Path(task["log_file"]))
 
     def report(code: int) -> None:
         outcome = {"exit_code": code, "error": next(iter(errors), "")}
@@ -41,6 +42,14 @@ def main() -> int:
     code = exit_code_of(lambda: _run(task, errors), sys.argv[1:])
     report(code)
     return code
+
+
+def _write_log(path: Path) -> None:
+    """Write both streams to a file: those of submitit end with its process, before a cancelled job has saved."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)
 
 
 def _run(task: dict[str, Any], errors: list[str]) -> int:

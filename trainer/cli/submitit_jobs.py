@@ -1,8 +1,8 @@
 """Launchers `submitit_local` and `submitit_slurm`: several jobs of a sweep at once, each a command with its own log.
 
 submitit runs `python -m stoker.trainer.cli.job_entry FILE`; the file holds the frozen configuration, and the job
-writes its exit code beside it. So submitit pickles a command line, and nothing that a job wrote is unpickled here. A
-job starts its own ranks. When the sweep is stopped it cancels its jobs, which save a checkpoint as on SIGTERM.
+writes its log and exit code beside it. So submitit pickles a command line, and nothing that a job wrote is unpickled
+here. A job starts its own ranks. When the sweep is stopped it cancels its jobs, which save a checkpoint as on SIGTERM.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .sweep_record import Sweep, SweepRun, read_metrics
 
 FOLDER = ".submitit"
 """Folder in the sweep directory with the configuration, exit code and logs of each job."""
-_COMMON = ("timeout_min", "cpus_per_task", "gpus_per_node", "tasks_per_node", "mem_gb", "nodes", "stderr_to_stdout")
+_COMMON = ("timeout_min", "cpus_per_task", "gpus_per_node", "tasks_per_node", "mem_gb", "nodes")
 """Parameters that submitit has for every kind of executor."""
 _POLL_SECONDS = 0.25
 _STOP_SECONDS = 60.0
@@ -129,7 +129,8 @@ class SubmititJobs:
         folder = sweep.directory / FOLDER
         folder.mkdir(exist_ok=True)
         file = folder / f"job_{run.job.number}.json"
-        check_owned(folder, file.name, _exit_file(sweep, run).name)
+        log = file.with_suffix(".log")
+        check_owned(folder, file.name, _exit_file(sweep, run).name, log.name)
         _exit_file(sweep, run).unlink(missing_ok=True)
         task = {
             "command": sys.argv,
@@ -137,6 +138,7 @@ class SubmititJobs:
             "document": run.config.document,
             "digest": run.config.digest,
             "exit_file": str(_exit_file(sweep, run)),
+            "log_file": str(log),
         }
         if isinstance(self._settings, LocalLauncher):  # submitit hides all GPUs but the first `gpus_per_node`
             task["cuda_visible_devices"] = self._devices(slot)
@@ -158,7 +160,8 @@ class SubmititJobs:
     def _finish(self, sweep: Sweep, place: int, job: Any) -> None:
         """Read the exit code of a job that has ended."""
         run = sweep.runs[place]
-        code, problem = EXIT_FAILURE, f"the job ended without an exit code; its log is {job.paths.stderr}"
+        log = sweep.directory / FOLDER / f"job_{run.job.number}.log"
+        code, problem = EXIT_FAILURE, f"the job ended without an exit code; see {log} and {job.paths.stderr}"
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             outcome = json.loads(_exit_file(sweep, run).read_text(encoding="utf-8"))
             code, problem = int(outcome["exit_code"]), str(outcome["error"])

@@ -40,8 +40,6 @@ class SubmititLauncher(ConfigBlock):
     """One: a job of a sweep runs on one machine."""
     name: NonEmptyText = "stoker"
     """Name of the jobs."""
-    stderr_to_stdout: bool = False
-    """Write both streams to one file."""
     setup: list[str] | None = None
     """Shell commands to run in the job before it starts."""
     array_parallelism: Count | None = None
@@ -158,6 +156,7 @@ SAMPLERS: Mapping[str, type[ConfigBlock]] = {
 REFUSED: Mapping[str, str] = {
     "hydra.launcher.max_num_timeout": "jobs are not requeued after their time limit: repeat the sweep with "
     "exp_manager.resume_if_exists=True",
+    "hydra.launcher.stderr_to_stdout": "both streams of a job are in .submitit/job_N.log; leave it out",
     "hydra.sweeper.search_space": "write hydra.sweeper.params, as since Hydra 1.2",
     "hydra.sweeper.custom_search_space": "it would run code that a file names; write hydra.sweeper.params",
     "hydra.sweeper.max_batch_size": "the jobs of a sweep are composed at once; leave it out",
