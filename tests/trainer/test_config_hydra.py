@@ -4,12 +4,14 @@ import time
 from pathlib import Path
 
 import pytest
-from config_helpers import load, problems, write
+from config_helpers import gpt, load, problems, write
 from tiers import looped
 
+import stoker
 from stoker.models.config import extensions
 from stoker.trainer.config.hydra_node import RunContext
 from stoker.trainer.config.load import config_from_document, load_hydra_settings, load_run_config
+from stoker.trainer.config.run_config import RunConfig
 from stoker.trainer.config.schema import hydra as schema
 from stoker.trainer.utils.errors import UserError
 
@@ -21,7 +23,7 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def job(*overrides: str, number: int = 3, swept: tuple[str, ...] = (), name: str = "train") -> object:
+def job(*overrides: str, number: int = 3, swept: tuple[str, ...] = (), name: str = "train") -> RunConfig:
     context = RunContext(is_multirun=True, job_number=number, swept=swept)
     return load_run_config(name, Path(), overrides, {}, context=context)
 
@@ -179,7 +181,8 @@ def test_launcher_and_sweeper_of_files(tmp_path: Path) -> None:
         "model.seed": "range(3)",
     }
     assert found.launcher == schema.SlurmLauncher(partition="gpu")
-    assert settings("hydra/sweeper/sampler=random", "hydra/sweeper=optuna").sweeper.sampler == schema.RandomSampler()
+    found = settings("hydra/sweeper/sampler=random", "hydra/sweeper=optuna").sweeper
+    assert found == schema.OptunaSweeper(sampler=schema.RandomSampler())
     with pytest.raises(UserError, match="acts with hydra/sweeper=optuna only"):
         settings("hydra/sweeper/sampler=random")
     config = load(name="h", directory=tmp_path)
@@ -200,8 +203,8 @@ def test_config_path_replaces_conf(tmp_path: Path) -> None:
         return load_run_config(None, directory, words, {}, config_path=Path("configs"))
 
     assert composed().root.name == "mine"
-    assert composed().root.model.num_layers == 4
-    assert composed(directory=Path("more")).root.model.num_layers == 7
+    assert gpt(composed().root).num_layers == 4
+    assert gpt(composed(directory=Path("more")).root).num_layers == 7
     with pytest.raises(UserError, match="there is no model `own`"):
         composed("model=own")
     with pytest.raises(UserError, match="--config-path nowhere: there is no such folder"):
@@ -213,8 +216,14 @@ def test_resolvers_of_users(monkeypatch: pytest.MonkeyPatch) -> None:
     extensions.register("resolver", "twice")(lambda value: 2 * value)
     extensions.register("resolver", "bad")(lambda _: object())
     extensions.register("resolver", "broken")(lambda _: 1 // 0)
-    assert load("model.num_layers=${twice:${trainer.devices}}", "trainer.devices=1").root.model.num_layers == 2
+    assert gpt(load("model.num_layers=${twice:${trainer.devices}}", "trainer.devices=1").root).num_layers == 2
     assert "which returns object; it must return text" in problems("name=${bad:1}")["name"].rule
     assert "test_config_hydra:" in problems("name=${broken:1}")["name"].rule
     with pytest.raises(UserError, match=r"calls `thrice`, which is not supported; use one of .*twice"):
         load("model.num_layers=${thrice:1}")
+
+
+def test_a_sweep_is_not_one_configuration() -> None:
+    with pytest.raises(UserError, match="is MULTIRUN, a sweep"):
+        stoker.load_config(["hydra.mode=MULTIRUN"])
+    assert stoker.load_config(["hydra.mode=RUN", "hydra.run.dir=r"]).root.exp_manager.explicit_log_dir == "r"

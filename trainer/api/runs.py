@@ -45,11 +45,14 @@ def load_config(
     if isinstance(overrides, str):
         overrides = [overrides]
     folder = None if config_dir is None else Path(config_dir)
-    if not finetune:
-        return load_run_config(config_name, folder, list(overrides))
-    from ..conversion.finetune_defaults import load_finetune_config
-
-    return load_finetune_config(config_name, folder, list(overrides))
+    if finetune:
+        from ..conversion.finetune_defaults import load_finetune_config as load
+    else:
+        load = load_run_config
+    config = load(config_name, folder, list(overrides))
+    if config.hydra is not None and config.hydra.is_multirun:
+        raise UserError("`hydra.mode` is MULTIRUN, a sweep: start it with `stoker train`, or set hydra.mode=RUN")
+    return config
 
 
 def train(config: RunConfig, *, callbacks: Sequence[Callback] = (), loggers: Sequence[Logger] = ()) -> TrainingResult:
