@@ -1,5 +1,7 @@
 """Hydra's options of the verbs that compose: `--cfg`, `--resolve`, `--package`, `--info`, `-cn`, `-cd`, `-cp`."""
 
+from pathlib import Path
+
 import pytest
 import yaml
 from config_helpers import write
@@ -72,3 +74,11 @@ def test_flags_stand_before_or_after_overrides(shown):
     first = shown("train -c job trainer.max_steps=3 -p trainer model.seed=4")
     assert first == shown("train trainer.max_steps=3 model.seed=4 -p trainer -c job")
     assert yaml.safe_load(first)["max_steps"] == 3
+
+
+def test_a_mode_of_files_starts_a_sweep(shown, tmp_path, monkeypatch):
+    write(tmp_path, "h", "defaults: [train, _self_]\nhydra: {mode: MULTIRUN}\n")
+    started = []
+    monkeypatch.setattr("stoker.trainer.cli.multirun.sweep", lambda *given, **options: started.append(given[:3]) or 7)
+    shown("train -cn h -cd . model.seed=3", 7)
+    assert started == [("h", Path(), ["model.seed=3"])]

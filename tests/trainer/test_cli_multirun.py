@@ -254,6 +254,17 @@ def test_hydras_names_for_the_directories(here):
     assert sorted(path.name for path in sweep.iterdir()) == ["0-model.seed=1", "1-model.seed=2", multirun.RECORD_FILE]
 
 
+def test_values_of_the_sweeper_give_way_to_the_command_line(here):
+    params = ["hydra.sweeper.params.model.seed=1,2", "hydra.sweeper.params.name='choice(a,b)'"]
+    for given, seeds in (([], [1, 1, 2, 2]), (["model.seed=7"], [7, 7])):
+        starts = Starts()
+        assert starts.sweep(*params, *given, f"hydra.sweep.dir=s{len(given)}") == 0
+        assert [config.root.model.seed for config in starts.configs] == seeds
+        assert [config.root.name for config in starts.configs[:2]] == ["a", "b"]
+    with pytest.raises(UserError, match="a sweep has one configuration of Hydra"):
+        Starts().sweep("hydra.mode=RUN,MULTIRUN")
+
+
 def test_a_sweep_over_names_has_one_directory(here):
     assert Starts().sweep("name=a,b") == 0
     assert (here / "runs" / "multirun" / "v" / "1").is_dir()

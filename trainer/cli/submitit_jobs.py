@@ -127,7 +127,8 @@ class SubmititJobs:
         """Write what a job needs, and remove its exit code of an earlier start; return the file."""
         run = sweep.runs[place]
         folder = sweep.directory / FOLDER
-        folder.mkdir(exist_ok=True)
+        check_owned(sweep.directory, FOLDER)
+        folder.mkdir(mode=0o700, exist_ok=True)  # submitit unpickles commands from it
         file = folder / f"job_{run.job.number}.json"
         log = file.with_suffix(".log")
         check_owned(folder, file.name, _exit_file(sweep, run).name, log.name)

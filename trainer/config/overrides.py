@@ -243,7 +243,8 @@ def _hydra_edits(override: Override, typed: str) -> Iterator[ValueOverride]:
     path, raw = override.key_or_group, typed.partition("=")[2]
     if path.startswith(_SWEPT_BLOCK):  # its names hold dots, and its values are those of a sweep
         path = _SWEPT_BLOCK + path.removeprefix(_SWEPT_BLOCK).replace(".", SWEPT_DOT)
-        yield ValueOverride(path, raw, override.is_delete(), typed)
+        quoted = None if override.is_sweep_override() else override.value()
+        yield ValueOverride(path, quoted if isinstance(quoted, str) else raw, override.is_delete(), typed)
         return
     if override.is_sweep_override():
         raise OverrideError("holds several values", "a sweep has one configuration of Hydra; quote text")
