@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tiny_run import tiny_document
+from tiny_run import tiny_config, tiny_document
 
 from stoker.trainer.cli import job_entry, multirun
 from stoker.trainer.cli.submitit_jobs import SubmititJobs
@@ -103,7 +103,7 @@ def test_gpus_are_divided_among_jobs(monkeypatch):
 
 def test_a_job_reads_its_file_and_reports(tmp_path, monkeypatch):
     task = {"command": ["stoker", "x"], "imports": [], "digest": "other", "exit_file": str(tmp_path / "e")}
-    task["log_file"] = str(tmp_path / "l")
+    task |= {"log_file": str(tmp_path / "l"), "provenance": tiny_config(tmp_path).provenance()}
     (tmp_path / "t").write_text(json.dumps({**task, "document": tiny_document(tmp_path)}))
     monkeypatch.setattr(sys, "argv", ["job_entry", str(tmp_path / "t")])
     monkeypatch.setattr(job_entry, "_write_log", lambda _: None)

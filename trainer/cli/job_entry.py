@@ -57,7 +57,7 @@ def _run(task: dict[str, Any], errors: list[str]) -> int:
         if "cuda_visible_devices" in task:
             environment.restore_visible_devices(task["cuda_visible_devices"])
         import_plugins(task["imports"])
-        config = config_from_document(task["document"], trusted=True)
+        config = config_from_document(task["document"], trusted=True).with_provenance(task["provenance"])
         if config.digest != task["digest"]:
             raise UserError("the configuration changed on its way to this job; start the sweep again")
         return start_run(config, resolve_placement(config.root.trainer, environment.snapshot()), task["imports"])

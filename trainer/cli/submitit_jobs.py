@@ -137,6 +137,7 @@ class SubmititJobs:
             "command": sys.argv,
             "imports": self._imports,
             "document": run.config.document,
+            "provenance": run.config.provenance(),
             "digest": run.config.digest,
             "exit_file": str(_exit_file(sweep, run)),
             "log_file": str(log),
