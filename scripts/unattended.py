@@ -35,8 +35,8 @@ from stoker.trainer.loggers.run_events import read_events
 
 PLUGIN = """
 import os, time
+import stoker
 from stoker.trainer.data.datasets.samples import MockSamples
-from stoker.trainer.data.sources.dataset_plugins import register_dataset
 
 class Samples(MockSamples):
     def batch(self, first, count):
@@ -47,7 +47,7 @@ class Samples(MockSamples):
             raise RuntimeError("planted")
         return super().batch(first, count)
 
-@register_dataset("faulty")
+@stoker.register("dataset", "faulty")
 def samples(data, split, sequence_length, tokenizer, seed):
     return Samples(tokenizer.vocab_size, sequence_length, seed, 1024, 0)
 """

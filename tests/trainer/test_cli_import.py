@@ -4,19 +4,18 @@ import sys
 
 import pytest
 
+import stoker
+from stoker.models.config import extensions
 from stoker.trainer.cli import main
-from stoker.trainer.config import dataset_names
-from stoker.trainer.config.dataset_names import dataset_plugins
-from stoker.trainer.data.sources import dataset_plugins as plugin_module
-from stoker.trainer.data.sources.dataset_plugins import register_dataset
+from stoker.trainer.data.sources.dataset_plugins import plugin_samples
 from stoker.trainer.utils.errors import UserError
 from stoker.trainer.utils.import_modules import import_plugins
 
 MODULE = """
-from stoker.trainer.data.sources.dataset_plugins import register_dataset
+import stoker
 from stoker.trainer.data.datasets.samples import MockSamples
 
-@register_dataset("my_dice")
+@stoker.register("dataset", "my_dice")
 def samples(data, split, sequence_length, tokenizer, seed):
     return MockSamples(6, sequence_length, seed, 1000)
 """
@@ -26,8 +25,7 @@ def samples(data, split, sequence_length, tokenizer, seed):
 def here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setattr(plugin_module, "registered_datasets", {})
-    monkeypatch.setattr(dataset_names, "registered_datasets", plugin_module.registered_datasets)
+    monkeypatch.setattr(extensions, "_registered", {kind: {} for kind in extensions.KINDS})
     known = set(sys.modules)
     yield tmp_path
     for name in set(sys.modules) - known:
@@ -40,8 +38,8 @@ def test_a_data_set_is_registered_and_found_by_name(here, capsys):
     assert main.main(["config", "model.data.data_impl=my_dice"]) == 2
     assert "must be one of" in capsys.readouterr().err
     assert main.main(["config", "--import", "my_data", "model.data.data_impl=my_dice"]) == 0
-    assert dataset_plugins()["my_dice"].load() is sys.modules["my_data"].samples
-    samples = plugin_module.plugin_samples({"data_impl": "my_dice"}, "train", 8, None, 1)  # type: ignore[arg-type]
+    assert extensions.load_extension("dataset", "my_dice") is sys.modules["my_data"].samples
+    samples = plugin_samples({"data_impl": "my_dice"}, "train", 8, None, 1)  # type: ignore[arg-type]
     assert samples is not None
     assert samples.batch(0, 4).tokens.max() < 6
 
@@ -77,15 +75,18 @@ def test_what_cannot_be_imported_is_one_line(here, name, text, says):
     assert says.replace("{here}", str(here)) in line
 
 
-def test_a_name_has_one_data_set(here):
+def test_a_name_has_one_component(here):
     with pytest.raises(ValueError, match="'mock' is already provided by stoker"):
-        register_dataset("mock")(len)  # type: ignore[type-var]
-    register_dataset("mine")(test_a_name_has_one_data_set)  # type: ignore[type-var]
-    register_dataset("mine")(test_a_name_has_one_data_set)  # type: ignore[type-var]
-    with pytest.raises(ValueError, match="choose another name"):
-        register_dataset("mine")(len)  # type: ignore[type-var]
-    with pytest.raises(ValueError, match="at the top of its module"):
-        register_dataset("other")(lambda: None)  # type: ignore[type-var]
+        stoker.register("dataset", "mock")
+    with pytest.raises(ValueError, match=r"`kind` \('data_set'\) must be one of activation, "):
+        stoker.register("data_set", "mine")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="`name` must not be empty"):
+        stoker.register("dataset", "")
+    stoker.register("dataset", "mine")(test_a_name_has_one_component)
+    stoker.register("dataset", "mine")(test_a_name_has_one_component)
+    stoker.register("metric", "mine")(len)
+    with pytest.raises(ValueError, match=r"the dataset 'mine' is already provided by .*; use another name"):
+        stoker.register("dataset", "mine")(len)
 
 
 def test_other_verbs_take_no_code(here, capsys):

@@ -333,10 +333,10 @@ def test_the_key_that_leads_elsewhere_is_the_one_in_use(here, place, elsewhere):
 
 
 DATA = """
-from stoker.trainer.data.sources.dataset_plugins import register_dataset
+import stoker
 from stoker.trainer.data.datasets.samples import MockSamples
 
-@register_dataset("dice")
+@stoker.register("dataset", "dice")
 def samples(data, split, sequence_length, tokenizer, seed):
     return MockSamples(6, sequence_length, seed, 1000, ("train", "validation", "test").index(split))
 """

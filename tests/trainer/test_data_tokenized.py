@@ -12,12 +12,11 @@ import tokenizers
 from config_helpers import load, problems
 from tiers import looped
 
-from stoker.trainer.config import dataset_names
+from stoker.models.config import extensions
 from stoker.trainer.config.blend_spec import parse_prefixes
 from stoker.trainer.config.resolved_run import resolve_run
 from stoker.trainer.config.schema.root import RootBlock
 from stoker.trainer.core.run_context import build_data_by_rank
-from stoker.trainer.data import build_datasets
 from stoker.trainer.data.build_datasets import Data
 from stoker.trainer.data.datasets.blend import BlendedSamples
 from stoker.trainer.data.datasets.memory_mapped import MappedTraining
@@ -260,10 +259,14 @@ def mine(**kwargs: Any) -> Data:
     return build_data(root(None, data_impl="mine", dataset_kwargs=kwargs))
 
 
+GROUP = extensions.entry_point_group("dataset")
+
+
 def test_an_installed_dataset_is_found_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    points = [EntryPoint("mine", f"{__name__}:samples_of_a_package", dataset_names.ENTRY_POINT_GROUP)]
-    points.append(EntryPoint("gone", "no_such_package_anywhere:samples", dataset_names.ENTRY_POINT_GROUP))
-    monkeypatch.setattr("importlib.metadata.entry_points", lambda group: points)
+    points = [EntryPoint("mine", f"{__name__}:samples_of_a_package", GROUP)]
+    points.append(EntryPoint("gone", "no_such_package_anywhere:samples", GROUP))
+    monkeypatch.setattr("importlib.metadata.entry_points", lambda group: points if group == GROUP else [])
+    monkeypatch.setattr(extensions, "_entry_points", extensions._entry_points.__wrapped__)
     data = mine()
     assert isinstance(data.train, MockSamples)
     assert data.train.sequence_length == 8
@@ -275,16 +278,14 @@ def test_an_installed_dataset_is_found_by_name(monkeypatch: pytest.MonkeyPatch) 
         mine(wrong="value")
     with pytest.raises(UserError, match=r"returned object for train"):
         mine(wrong="samples")
-    with pytest.raises(UserError, match=r"no_such_package_anywhere:samples cannot be imported"):
+    with pytest.raises(UserError, match=r"no_such_package_anywhere:samples\) cannot be imported"):
         build_data(root(None, data_impl="gone"))
-    with pytest.raises(UserError, match="no installed package has a data set of this name"):
+    with pytest.raises(UserError, match="no dataset 'other' is installed or registered"):
         build_data(root(None, data_impl="other"))
 
 
-def test_built_in_sources_look_for_no_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build_datasets, "dataset_plugins", None)
-    monkeypatch.setattr(dataset_names, "dataset_plugins", None)
-    monkeypatch.setattr("stoker.trainer.config.rules.data_rules.dataset_plugins", None)
+def test_built_in_components_look_for_no_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(extensions, "_entry_points", None)
     assert load("data=mock").root.model.data.data_impl == "mock"
 
 

@@ -8,7 +8,6 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +50,7 @@ from key_observables import (
 
 from stoker.models import build
 from stoker.models.build import decide_compile
+from stoker.models.config import extensions
 from stoker.models.dispatch.context_calls import ContextSplit
 from stoker.models.layers.dropout import DropoutMask
 from stoker.models.parallel.layout import ParallelLayout
@@ -665,14 +665,7 @@ def installed_data_get_their_arguments(harness: ConfigHarness) -> None:
         top = data["dataset_kwargs"]["top"]
         return MockSamples(top, sequence_length, seed, 1000) if split == "train" else None
 
-    point = EntryPoint("mine", "package:samples", "stoker.datasets")
-    harness.monkeypatch.setattr(EntryPoint, "load", lambda self: samples)
-    for module_name in (
-        "trainer.data.sources.dataset_plugins",
-        "trainer.data.build_datasets",
-        "trainer.config.rules.data_rules",
-    ):
-        harness.monkeypatch.setattr(f"stoker.{module_name}.dataset_plugins", lambda: {"mine": point})
+    harness.monkeypatch.setitem(extensions._registered["dataset"], "mine", samples)
     changes = {DATA + "data_impl": "mine", DATA + "path": None}
     batches = [first_batch(harness, {**changes, DATA + "dataset_kwargs": {"top": top}}) for top in (10, 20)]
     assert max(map(max, batches[0])) < 10 <= max(map(max, batches[1]))

@@ -122,14 +122,14 @@ def test_a_signal_to_all_processes_does_not_take_the_loader_workers_first(tmp_pa
 
 SLOW = """
 import time
-from stoker.trainer.data.sources.dataset_plugins import register_dataset
+import stoker
 from stoker.trainer.data.datasets.samples import MockSamples
 
 class Slow(MockSamples):
     def batch(self, first, count):
         time.sleep(100_000)
 
-@register_dataset("slow")
+@stoker.register("dataset", "slow")
 def samples(data, split, sequence_length, tokenizer, seed):
     return (Slow if split == "validation" else MockSamples)(6, sequence_length, seed, 1000)
 """

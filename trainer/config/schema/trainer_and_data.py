@@ -174,8 +174,8 @@ class DataBlock(ConfigBlock):
     """`pystd`: this interpreter's standard library. `text`: the file or folder at `path`. `mmap`: the tokenized files
     at `data_prefix`. `mock`: random tokens. For fine-tuning, `jsonl`: prompt/answer pairs or chats in the file or
     folder at `path`; `huggingface`: pairs or chats of a dataset, given by folder or hub name; `pystd_docstring`:
-    functions of the standard library and their docstrings. Any other name: a dataset that an installed package
-    registers under that name in the entry-point group stoker.datasets."""
+    functions of the standard library and their docstrings. Any other name: a dataset of your own
+    (docs/extend.md)."""
     path: str | None = extension_field(None)
     """`data_impl: text`: a text file or a folder of text files; `jsonl`: a JSONL file or folder; `huggingface`: folder
     or hub name of a dataset."""
@@ -201,7 +201,7 @@ class DataBlock(ConfigBlock):
         extension_field({})
     )
     """`huggingface`: `name` and `revision` of the dataset, and `train`, `validation` and `test` if its splits have
-    other names. Otherwise the keyword arguments of an installed package's dataset."""
+    other names. Otherwise the settings of a dataset of your own."""
     splits_string: str = Field(
         "900,50,50", pattern=r"^\d{1,9}(\.\d{1,9})?(,\d{1,9}(\.\d{1,9})?){0,2}$", examples=["900,50,50"]
     )
