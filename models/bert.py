@@ -19,6 +19,7 @@ from .layers.cost import Matrix, StackInputs, Weights
 from .layers.norm import LayerNorm, RMSNorm, build_norm, norm_parameters, norm_saved_bytes
 from .layers.position_embeddings import PositionEmbedding, build_position_table
 from .lm_head import (
+    OwnFunctions,
     add_position_embeddings,
     head_weights,
     matmul_dtype,
@@ -62,6 +63,8 @@ class BERT(nn.Module):
     """Reason for compiling or not, for the log."""
     tensor_parallel: TensorParallel | None = None
     """The ranks that share each layer and the vocabulary; None for one."""
+    own_functions: OwnFunctions = OwnFunctions()
+    """Loss and metrics of the user's own."""
     pipeline: RankStages | None = None
     """Pipeline stages of this rank; None: all of the model."""
 
@@ -170,6 +173,8 @@ class BERT(nn.Module):
             label_smoothing=self.label_smoothing if self.training else 0.0,
             denominator=denominator,
             ranks=self.tensor_parallel,
+            own=self.own_functions,
+            training=self.training,
         )
 
     def batch_loss(self, batch: Mapping[str, Tensor], denominator: Tensor | float) -> Tensor:

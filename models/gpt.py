@@ -17,6 +17,7 @@ from .layers.compiling import eager_layers
 from .layers.cost import Weights
 from .layers.position_embeddings import PositionEmbedding, build_position_table
 from .lm_head import (
+    OwnFunctions,
     add_position_embeddings,
     head_weights,
     matmul_dtype,
@@ -63,6 +64,8 @@ class GPT(nn.Module):
     """Reason for compiling or not, for the log."""
     tensor_parallel: TensorParallel | None = None
     """The ranks that share each layer and the vocabulary; None for one."""
+    own_functions: OwnFunctions = OwnFunctions()
+    """Loss and metrics of the user's own."""
     pipeline: RankStages | None = None
     """Pipeline stages of this rank; None: all of the model."""
 
@@ -165,6 +168,8 @@ class GPT(nn.Module):
             denominator=denominator,
             softcap=self.logits_softcap,
             ranks=self.tensor_parallel,
+            own=self.own_functions,
+            training=self.training,
         )
 
     def batch_loss(self, batch: Mapping[str, Tensor], denominator: Tensor | float) -> Tensor:

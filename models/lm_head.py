@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +18,23 @@ from .parallel.collectives import TensorParallel
 from .parallel.context import SequenceShard
 from .parallel.linear import gather_vocabulary
 from .parallel.vocabulary_loss import vocabulary_parallel_loss
+
+TokenFunction = Callable[[Tensor, Tensor], Tensor]
+"""Maps logits (N, V) in fp32 (fp64 for an fp64 model), without the vocabulary padding, and labels, int64 (N,), to a
+value of each token, (N,). Labels that are ignored are 0, and the values there are left out."""
+
+
+@dataclass(frozen=True, slots=True)
+class OwnFunctions:
+    """Functions of the user's own.
+
+    Attributes:
+        loss: replaces the cross-entropy in training; None: cross-entropy.
+        metrics: summed over all labels in evaluation, beside the cross-entropy.
+    """
+
+    loss: TokenFunction | None = None
+    metrics: tuple[TokenFunction, ...] = ()
 
 
 def matmul_dtype(hidden: Tensor) -> torch.dtype:
@@ -99,8 +118,12 @@ def token_loss(
     bias: Tensor | None = None,
     softcap: float = 0.0,
     ranks: TensorParallel | None = None,
+    own: OwnFunctions = OwnFunctions(),
+    training: bool = False,
 ) -> Tensor:
     """Return the sum of the cross-entropies of all labels divided by `denominator`, without materializing all logits.
+
+    In training a loss of the user's own replaces the cross-entropy, and gets the logits of all tokens at once.
 
     Args:
         hidden: (batch, tokens, hidden_size).
@@ -112,16 +135,22 @@ def token_loss(
         bias: (padded_vocab_size,), or None.
         softcap: as in `token_logits`.
         ranks: ranks of which each has its rows of the weight and the bias; None for one.
+        own: functions of the user's own; `own.loss` needs all rows of the weight.
+        training: the model is in training mode.
 
     Returns:
-        A scalar in fp32 (fp64 for an fp64 model).
+        A scalar in fp32 (fp64 for an fp64 model); with metrics, in evaluation, (1 + metrics,): the scalar and the sums
+        of the metrics, divided likewise.
     """
+    if training and own.loss is not None:
+        options: Any = {"vocab_size": vocab_size, "bias": bias, "softcap": softcap}
+        return _sum_over_labels(own.loss, hidden.flatten(0, 1), weight, labels.flatten(), **options) / denominator
     dtype = matmul_dtype(hidden)  # autocast does not apply to the fused operator: cast here
     if not isinstance(denominator, Tensor):
         exact = torch.float64 if dtype == torch.float64 else torch.float32
         denominator = torch.full((), denominator, dtype=exact, device=hidden.device)
-    loss = linear_cross_entropy if ranks is None else partial(vocabulary_parallel_loss, ranks=ranks)
-    return loss(
+    cross_entropy = linear_cross_entropy if ranks is None else partial(vocabulary_parallel_loss, ranks=ranks)
+    loss = cross_entropy(
         hidden.flatten(0, 1).to(dtype),
         weight.to(dtype),
         labels.flatten(),
@@ -131,6 +160,42 @@ def token_loss(
         label_smoothing=label_smoothing,
         denominator=denominator,
     )
+    if training or not own.metrics:
+        return loss
+    sums = torch.zeros(len(own.metrics), dtype=loss.dtype, device=loss.device)
+    rows, targets = hidden.flatten(0, 1), labels.flatten()
+    chunk = default_chunk_tokens(weight.shape[0], cuda=hidden.is_cuda)
+    for start in range(0, len(rows), chunk):
+        part = rows[start : start + chunk], weight, targets[start : start + chunk]
+        for index, metric in enumerate(own.metrics):
+            sums[index] += _sum_over_labels(
+                metric, *part, vocab_size=vocab_size, bias=bias, softcap=softcap, ranks=ranks
+            )
+    return torch.cat([loss[None], sums / denominator])
+
+
+def _sum_over_labels(
+    function: TokenFunction,
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    vocab_size: int,
+    bias: Tensor | None,
+    softcap: float,
+    ranks: TensorParallel | None = None,
+) -> Tensor:
+    """Return the sum of a function's values over the labels that are not ignored; hidden (N, H), labels (N,)."""
+    counted = labels != -100
+    if ranks is None:
+        weight, bias = weight[:vocab_size], None if bias is None else bias[:vocab_size]
+    logits = F.linear(hidden, weight, bias)
+    if ranks is not None:
+        logits = gather_vocabulary(logits, ranks)[:, :vocab_size]
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    if softcap:
+        logits = softcap * torch.tanh(logits / softcap)
+    return function(logits, labels.masked_fill(~counted, 0)).to(logits.dtype).masked_fill(~counted, 0).sum()
 
 
 # ---------------------------------------------------------------- cost
@@ -159,7 +224,7 @@ class LossMemory:
 
 
 def token_loss_memory(
-    tokens: int, vocab: int, hidden: int, widths: ByteWidths, *, frozen: bool, cuda: bool
+    tokens: int, vocab: int, hidden: int, widths: ByteWidths, *, frozen: bool, cuda: bool, own: bool = False
 ) -> LossMemory:
     """Return the memory of `token_loss` of one micro batch.
 
@@ -170,6 +235,7 @@ def token_loss_memory(
         widths: bytes per element.
         frozen: the head has no gradient.
         cuda: the loss runs on a GPU.
+        own: a loss of the user's own, which we assume to save the logits and as much again, like a log-softmax.
     """
     e, weights = widths.compute, vocab * hidden
     # under autocast the fp32 input exists beside its copy
@@ -177,8 +243,17 @@ def token_loss_memory(
     inputs, input_gradient = tokens * hidden * (e + uncast_input), tokens * hidden * e
     product = 0 if frozen else weights * e
     cast_weight = weights * e if widths.casts_weights else 0
-    kept = input_gradient + product  # saved for the backward pass
     cast_gradient = weights * widths.weights if widths.casts_weights and not frozen else 0
+    if own:
+        logits, exact = tokens * vocab, max(4, e)
+        kept = inputs + 2 * logits * exact
+        return LossMemory(
+            forward=kept + logits * e + cast_weight,
+            backward=kept + logits * (2 * exact + e) + input_gradient + product + cast_gradient,
+            kept=kept,
+            num_parameters=0 if frozen else weights,
+        )
+    kept = input_gradient + product  # saved for the backward pass
     return LossMemory(
         forward=inputs + input_gradient + _chunked_logits(tokens, vocab, hidden, e, product, cuda=cuda) + cast_weight,
         backward=kept * (1 if cuda and e < 8 else 2) + cast_gradient,

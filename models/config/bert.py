@@ -72,6 +72,7 @@ def bert_slice(keys: BertKeys, *, vocab_size: int) -> BertSlice:
         head_bias=keys.bert.head_bias,
         embedding_std=keys.embedding_init_method_std or keys.init_method_std,
         label_smoothing=keys.label_smoothing,
+        own_loss=keys.loss is not None,
         seed=keys.seed,
         compile=keys.compile,
     )

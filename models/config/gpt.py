@@ -59,6 +59,7 @@ def gpt_slice(keys: GPTKeys, *, vocab_size: int) -> GPTSlice:
         embedding_dropout=keys.hidden_dropout if keys.embedding_dropout is None else keys.embedding_dropout,
         embedding_std=keys.embedding_init_method_std or keys.init_method_std,
         label_smoothing=keys.label_smoothing,
+        own_loss=keys.loss is not None,
         seed=keys.seed,
         compile=keys.compile,
     )

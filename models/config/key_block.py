@@ -34,6 +34,15 @@ def extension_field(default: Any = ..., **constraints: Any) -> Any:
     return Field(default, json_schema_extra={"own": True}, **constraints)
 
 
+@dataclass(frozen=True, slots=True)
+class ComponentName:
+    """Marks the text, besides a closed list, that names a component of the user's own; a rule checks that it exists."""
+
+    description: str
+
+
+OpenBlock = dict[str, NonEmptyText | int | float | bool | list[NonEmptyText | int | float] | None]
+"""Settings of a user's own component, by name."""
 BlockT = TypeVar("BlockT", bound=ConfigBlock)
 
 

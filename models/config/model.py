@@ -8,7 +8,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from .key_block import ConfigBlock, Finding, extension_field
+from .key_block import ConfigBlock, Finding, NonEmptyText, extension_field
 from .position_rules import window_masks_nothing, xpos_needs_causal_mask
 from .positions import BOUNDED_POSITION_TYPES, MAX_POSITIONS
 from .stack import StackKeys, StackSlice, stack_rules
@@ -30,6 +30,9 @@ class ModelKeys(ConfigBlock):
     """Standard deviation of the initial token embeddings; null: `init_method_std` (T5: that of the encoder)."""
     label_smoothing: float = Field(0.0, ge=0, lt=1)
     """Share of the target that is spread evenly over the other tokens in the training loss; not used in validation."""
+    loss: NonEmptyText | None = extension_field(None)
+    """Training loss of your own, by name (docs/extend.md), in place of the cross-entropy; it gets all logits at once.
+    Validation reports the cross-entropy. null: cross-entropy, without materializing all logits."""
     seed: int = Field(1234, ge=0)
     """Seed of initialization, data order and dropout."""
     compile: bool | None = extension_field(None)
@@ -56,6 +59,7 @@ class ModelSlice:
         tied: the output head shares the token embedding, in T5 that of the decoder.
         embedding_std: standard deviation of the initial token embeddings.
         label_smoothing: share of the target spread over the other tokens in training.
+        own_loss: the training loss is a function of the user's own, which gets all logits.
         seed: seed of the initialization.
         compile: compile each layer; None decides by device.
     """
@@ -65,6 +69,7 @@ class ModelSlice:
     tied: bool
     embedding_std: float
     label_smoothing: float
+    own_loss: bool
     seed: int
     compile: bool | None
 

@@ -121,6 +121,7 @@ def t5_slice(keys: T5Keys, *, vocab_size: int, decoder_length: int) -> T5Slice:
         output_scale=decoder.stack.hidden_size**-0.5 if tied and keys.scale_tied_logits else 1.0,
         embedding_std=keys.embedding_init_method_std or keys.encoder.init_method_std,
         label_smoothing=keys.label_smoothing,
+        own_loss=keys.loss is not None,
         seed=keys.seed,
         compile=keys.compile,
     )

@@ -7,9 +7,10 @@ import pytest
 import stoker
 from stoker.models.config import extensions
 from stoker.trainer.cli import main
-from stoker.trainer.data.sources.dataset_plugins import plugin_samples
+from stoker.trainer.config.schema.root import RootBlock
 from stoker.trainer.utils.errors import UserError
 from stoker.trainer.utils.import_modules import import_plugins
+from tests.helpers.resolved import build_data
 
 MODULE = """
 import stoker
@@ -39,9 +40,8 @@ def test_a_data_set_is_registered_and_found_by_name(here, capsys):
     assert "must be one of" in capsys.readouterr().err
     assert main.main(["config", "--import", "my_data", "model.data.data_impl=my_dice"]) == 0
     assert extensions.load_extension("dataset", "my_dice") is sys.modules["my_data"].samples
-    samples = plugin_samples({"data_impl": "my_dice"}, "train", 8, None, 1)  # type: ignore[arg-type]
-    assert samples is not None
-    assert samples.batch(0, 4).tokens.max() < 6
+    keys = {"encoder_seq_length": 8, "data": {"data_impl": "my_dice"}}
+    assert build_data(RootBlock.model_validate({"model": keys})).train.batch(0, 4).tokens.max() < 6
 
 
 def test_the_current_directory_stands_in_for_nobody(here):

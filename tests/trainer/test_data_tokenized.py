@@ -276,7 +276,7 @@ def test_an_installed_dataset_is_found_by_name(monkeypatch: pytest.MonkeyPatch) 
     assert "model.data.data_impl=mine?" in problems("model.data.data_impl=mien")["model.data.data_impl"].fix
     with pytest.raises(UserError, match=r"\(mine\), train: no such corpus"):
         mine(wrong="value")
-    with pytest.raises(UserError, match=r"returned object for train"):
+    with pytest.raises(UserError, match=r"train: it returned object, which is neither"):
         mine(wrong="samples")
     with pytest.raises(UserError, match=r"no_such_package_anywhere:samples\) cannot be imported"):
         build_data(root(None, data_impl="gone"))

@@ -22,6 +22,7 @@ from config_harness import (
     MODEL,
     OPTIM,
     SAVES,
+    SCHED,
     STOPPING,
     STOPS,
     TEXT,
@@ -38,6 +39,8 @@ from key_observables import (
     checkpoints,
     first_batch,
     layout,
+    rates,
+    stepped,
     stopped_by,
     task_batch,
     task_config,
@@ -71,6 +74,7 @@ from stoker.trainer.config.schema.root import RootBlock
 from stoker.trainer.core import run_context, training_loop
 from stoker.trainer.data.datasets.samples import MockSamples
 from stoker.trainer.data.sources.indexed_tokens import IndexedWriter
+from stoker.trainer.data.tokenizers.tokenizer import ByteTokenizer
 from stoker.trainer.distributed import node_agent
 from stoker.trainer.distributed.placement import Placement
 from stoker.trainer.distributed.placement import resolve_placement as place_processes
@@ -671,6 +675,38 @@ def installed_data_get_their_arguments(harness: ConfigHarness) -> None:
     assert max(map(max, batches[0])) < 10 <= max(map(max, batches[1]))
     loaded = load("model.data.data_impl=mine", "model.data.dataset_kwargs.top=5").root.model.data
     assert loaded.dataset_kwargs == {"top": 5}
+
+
+@story(TOKENIZER + "kwargs", OPTIM + "kwargs", SCHED + "kwargs", MODEL + "loss", TRAINER + "validation_metrics")
+def own_components_get_their_settings(harness: ConfigHarness) -> None:
+    def register(kind: str, component: Any) -> None:
+        harness.monkeypatch.setitem(extensions._registered[kind], "mine", component)  # type: ignore[index]
+
+    class Shifted(ByteTokenizer):
+        def __init__(self, shift: int) -> None:
+            super().__init__(shift)
+            self._FIRST_BYTE = 3 + shift
+
+    register("tokenizer", Shifted)
+    register("optimizer", torch.optim.SGD)
+    register("schedule", lambda step, max_steps, lr, min_lr, factor: lr * factor**step)
+    register("loss", lambda logits, labels: logits.square().mean(-1))
+    register("metric", lambda logits, labels: (logits.argmax(-1) == labels).float())
+    own = {TOKENIZER + "library": "mine", DATA + "data_impl": "text", DATA + "path": str(harness.text)}
+    drawn = [first_batch(harness, {**own, TOKENIZER + "kwargs": {"shift": shift}})[0] for shift in (0, 5)]
+    assert [token + 5 for token in drawn[0]] == drawn[1]
+    sched = {SCHED + "name": "mine", SCHED + "kwargs": {"factor": 0.5}}
+    assert rates(harness, {**sched, OPTIM + "lr": 0.8}) == [0.8, 0.4, 0.2, 0.1]
+    weights = [
+        stepped(harness, {OPTIM + "name": "mine", OPTIM + "kwargs": {"momentum": momentum}}) for momentum in (0.0, 0.9)
+    ]
+    assert weights[0] != weights[1]
+    plain = {**VALIDATES, TRAINER + "max_steps": 1}
+    lines = harness.metrics({**plain, TRAINER + "validation_metrics": ["mine"]})
+    (measured,) = [line["val_mine"] for line in lines if "val_mine" in line]
+    assert 0 <= measured <= 1
+    losses = [harness.metrics({**plain, MODEL + "loss": name})[0]["loss"] for name in (None, "mine")]
+    assert losses[1] < 3 < losses[0]
 
 
 @story(DATA + "seq_length")

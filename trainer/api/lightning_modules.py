@@ -47,7 +47,7 @@ class TransformerModule(pl.LightningModule):
     hold the number of targets of their global batch; the loss of any other is its own mean.
 
     Training logs `loss`, of each global batch, and `grad_norm`; validation `val_loss` and test `test_loss`, the mean
-    over all targets.
+    over all targets, and likewise each of `trainer.validation_metrics`.
 
     Args:
         config: from `stoker.load_config`; or its document, as checkpoints of Lightning's have it.
@@ -212,14 +212,9 @@ class TransformerModule(pl.LightningModule):
         with _default_dtype(torch.float32), autocast_context(self.run.precision, one.device):
             total = self.model.batch_loss(fields, one)
         distributed = self.trainer.world_size > 1
-        self.log(
-            name,
-            total.float() / max(targets, 1),
-            batch_size=targets,
-            sync_dist=distributed,
-            prog_bar=True,
-            on_epoch=True,
-        )
+        names = [name, *(f"{name.removesuffix('loss')}{metric}" for metric in self.run.trainer.validation_metrics)]
+        for each, value in zip(names, total.float().reshape(-1) / max(targets, 1), strict=True):
+            self.log(each, value, batch_size=targets, sync_dist=distributed, prog_bar=True, on_epoch=True)
 
     def _start_step(self, step: int) -> None:
         if self._expert_balancer is not None:

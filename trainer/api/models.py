@@ -117,7 +117,8 @@ def evaluate(
     limit_batches: int | None = None,
     batch_size: int | None = None,
 ) -> EvaluationResult:
-    """Return the held-out loss of a trained model: `loss` in nats per token, `perplexity`, `bits_per_byte`.
+    """Return the held-out loss of a trained model: `loss` in nats per token, `perplexity`, `bits_per_byte`,
+    and `metrics`, those of `trainer.validation_metrics` that are registered.
 
     Args:
         model: from `load`, or what it takes.
@@ -132,6 +133,7 @@ def evaluate(
     from ..evaluation.held_out_data import held_out_data
     from ..evaluation.held_out_loss import evaluate as evaluate_samples
     from ..evaluation.held_out_loss import loss_function
+    from ..evaluation.own_functions import measure_own_metrics
 
     restored = model if not isinstance(model, str | Path) else load(model)
     held_out = held_out_data(restored, split, None if data_path is None else Path(data_path))
@@ -142,6 +144,7 @@ def evaluate(
         batch_size=batch_size or restored.run.model.micro_batch_size,
         limit_batches=limit_batches,
         device=restored.device,
+        metrics=measure_own_metrics(restored),
     )
 
 

@@ -8,15 +8,14 @@ from typing import get_args
 from ...models.config.dense_stack import Activation
 from ...models.config.extensions import ComponentT, Kind
 from ...models.config.extensions import register as register_component
-from ..config.dataset_names import BUILT_IN_DATASETS
-from ..config.lr_schedule import SCHEDULES
+from ..config.component_keys import COMPONENT_KEYS
 
 _BUILT_IN: Mapping[Kind, Collection[str]] = {
     "activation": get_args(Activation),
-    "dataset": BUILT_IN_DATASETS,
-    "schedule": SCHEDULES,
+    "metric": ("loss",),  # `val_loss` is the cross-entropy
+    **{key.kind: key.built_in for key in COMPONENT_KEYS if key.built_in},
 }
-"""Names of stoker's own components."""
+"""Names of stoker's own components, and names that no component may have."""
 
 
 def register(kind: Kind, name: str) -> Callable[[ComponentT], ComponentT]:

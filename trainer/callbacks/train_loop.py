@@ -21,7 +21,7 @@ import torch
 from ..checkpoint.loop_state import LoopState
 from ..checkpoint.reader import checkpoint_paths
 from ..checkpoint.save_interval import SaveInterval
-from ..config.schema.exp_manager import ExpManagerBlock
+from ..config.schema.exp_manager import OWN_METRIC, ExpManagerBlock
 from ..config.schema.trainer_and_data import TrainerBlock
 from ..data.dataloader_workers import WorkerLostError
 from ..evaluation.held_out_loss import EvaluationInterruptedError, EvaluationResult
@@ -349,6 +349,7 @@ class TrainLoopCallback(pl.Callback):
         if not math.isfinite(val_loss):
             raise DivergedError(f"training diverged at step {step}: validation loss {val_loss}")
         metrics = {"val_loss": val_loss} | ({} if bits_per_byte is None else {"bits_per_byte": bits_per_byte})
+        metrics |= {f"{OWN_METRIC}{name}": value for name, value in self.validation.metrics.items()}
         self._logger.log_validation(step, metrics)
         self._save_expert_load(draw=True)
         self._pending_signals = self._own_failure()

@@ -41,7 +41,7 @@ from ..optim.base_optimizer import Optimizer
 from ..utils.errors import UserError
 from ..utils.local_shard import LocalShard, local_shards
 from ..utils.progress import Progress
-from ..utils.safetensors_io import DamagedFileError, FileRecord, read_json, verify_file
+from ..utils.safetensors_io import DamagedFileError, FileRecord, TensorSpec, read_json, verify_file
 from .checkpoint_paths import STEP_NAME, checkpoint_paths
 from .hf_files import missing_model_hint
 from .loop_state import LoopState
@@ -93,6 +93,8 @@ class RunState(ConfigBlock):
     """Optimizer and LR schedule settings."""
     data_fingerprint: str
     """Fingerprint of the training data; empty in a converted model, where it is unknown."""
+    components: dict[str, str] = Field(default={})
+    """Where the components of the user's own came from, by the key that names them."""
     data_keys: dict[str, bool | int | float | str | None] = Field(default={})
     """Keys of `model.data` that define how samples are built; empty in checkpoints of older versions."""
     base: BaseRecord | None = None
@@ -217,8 +219,12 @@ class Checkpoint:
         Raises:
             UserError: the tensors do not match the optimizer; lists the differences.
         """
-        self._fill(OPTIMIZER, optimizer.local_shards(), elsewhere)
+        optimizer.load_shards(self._optimizer_specs, lambda shards: self._fill(OPTIMIZER, shards, elsewhere))
         optimizer.step_count = self.state.step if self.state.updates is None else self.state.updates
+
+    def _optimizer_specs(self) -> Mapping[str, TensorSpec]:
+        with open_full_tensors(self._tensor_files(OPTIMIZER)) as saved:
+            return dict(saved.specs)
 
     def load_ema(self, ema: Mapping[str, LocalShard], elsewhere: Set[str] = frozenset()) -> None:
         """Load the moving average of the weights; `elsewhere` as in `load_optimizer`.

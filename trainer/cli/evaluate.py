@@ -63,9 +63,11 @@ def run(args: argparse.Namespace) -> int:
 def _evaluate(args: argparse.Namespace, restored: LoadedModel) -> int:
     from ..evaluation.held_out_data import held_out_data
     from ..evaluation.held_out_loss import evaluate, loss_function
+    from ..evaluation.own_functions import measure_own_metrics
 
     held_out = held_out_data(restored, args.split, args.data_path)
     name, batch_size = held_out.name, args.batch_size or restored.run.model.micro_batch_size
+    metrics = measure_own_metrics(restored)
     result = evaluate(
         loss_function(restored.model, restored.precision, restored.device),
         held_out.samples,
@@ -73,6 +75,7 @@ def _evaluate(args: argparse.Namespace, restored: LoadedModel) -> int:
         batch_size=batch_size,
         limit_batches=args.limit_batches,
         device=restored.device,
+        metrics=metrics,
     )
     scores = None
     limit = None if args.limit_batches is None else args.limit_batches * batch_size
@@ -94,6 +97,8 @@ def _evaluate(args: argparse.Namespace, restored: LoadedModel) -> int:
     print(f"perplexity     {result.perplexity:.4f}")
     if result.bits_per_byte is not None:
         print(f"bits per byte  {result.bits_per_byte:.4f} over {result.bytes:,} bytes")
+    for name, value in result.metrics.items():
+        print(f"{name:<13}  {value:.4f}")
     for line in scores.report_lines() if scores else ():
         print(line)
     return EXIT_OK

@@ -61,12 +61,14 @@ VERBS = {
     "list": Verb("list presets, configuration keys or attention backends, with a line on each"),
     "explain": Verb("show which attention backend a run uses, and why not the others", accepts_imports=True),
     "plan": Verb("estimate memory and time of a run, and suggest settings that fit", accepts_imports=True),
-    "generate": Verb("continue a text with a trained model"),
+    "generate": Verb("continue a text with a trained model", accepts_imports=True),
     "evaluate": Verb("loss, perplexity and bits per byte of a trained model", accepts_imports=True),
     "report": Verb("write the page of a run: curves, memory, attention, configuration"),
     "compare": Verb("compare runs: results, configurations, curves"),
-    "convert": Verb("convert a Hugging Face model to a checkpoint, or a checkpoint to a Hugging Face model"),
-    "preprocess": Verb("tokenize text, JSON lines or tables"),
+    "convert": Verb(
+        "convert a Hugging Face model to a checkpoint, or a checkpoint to a Hugging Face model", accepts_imports=True
+    ),
+    "preprocess": Verb("tokenize text, JSON lines or tables", accepts_imports=True),
     "quickstart": Verb("train a small GPT on this machine in about a minute"),
     "doctor": Verb("check this machine: packages, devices, memory"),
 }
@@ -154,7 +156,7 @@ def _dispatch(arguments: list[str]) -> int:
             action="append",
             default=[],
             metavar="MODULE",
-            help="import a user module first, for example to register a dataset; may be repeated",
+            help="import a module of your own first, which registers components (docs/extend.md); may be repeated",
         )
     args = parser.parse_intermixed_args(arguments[1:])
     if verb.accepts_imports and args.imports:

@@ -8,7 +8,7 @@ from typing import Literal
 from ...models.config.batch_shape import BatchSpec
 from ...models.config.families import sequence_length_of
 from ...models.config.model import Family
-from .dataset_names import PAIR_SOURCES
+from .dataset_names import BUILT_IN_DATASETS, PAIR_SOURCES
 from .schema.root import AnyModelBlock, ModelBlock
 from .schema.trainer_and_data import DataBlock
 from .span_lengths import Corruption, corrupted_lengths, noise_counts, window_length
@@ -93,7 +93,9 @@ def task_from_keys(model: AnyModelBlock) -> Task:
             experts = isinstance(model, ModelBlock) and model.num_moe_experts is not None
             return Task(name, length, 0, length, None, packed, padded=experts and not mock)
         case "gpt":
-            return Task(name, length, 0, length, None, data.reset_attention_mask, padded=False)
+            own_data = data.data_impl not in BUILT_IN_DATASETS  # whose items may be short
+            experts = isinstance(model, ModelBlock) and model.num_moe_experts is not None
+            return Task(name, length, 0, length, None, data.reset_attention_mask, padded=experts and own_data)
 
 
 def batch_spec(task: Task, data: DataBlock) -> BatchSpec:

@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from ..utils.errors import UserError
+
 Schedule = Callable[[int], float]
 """Map the number of completed optimizer steps (0 for the first step) to the learning rate of the next one."""
 
@@ -224,6 +226,39 @@ class RelativeStep:
     def __call__(self, step: int) -> float:
         """Return the learning rate after `step` completed steps."""
         return min(1e-6 * (step + 1) if self.warmup_init else 1e-2, (step + 1) ** -0.5)
+
+
+@dataclass(frozen=True, slots=True)
+class OwnSchedule:
+    """A schedule of the user's own: `function(step, max_steps=..., lr=..., min_lr=..., **kwargs)`.
+
+    Attributes:
+        name: its name, for messages.
+        function: returns the learning rate after `step` completed steps; a pure function.
+        kwargs: `model.optim.sched.kwargs`.
+    """
+
+    name: str
+    function: Callable[..., float]
+    lr: float
+    min_lr: float
+    max_steps: int
+    kwargs: Mapping[str, Any]
+
+    def __call__(self, step: int) -> float:
+        """Return the learning rate after `step` completed steps.
+
+        Raises:
+            UserError: it is not a number of at least 0, or the function does not take these arguments.
+        """
+        at = f"`model.optim.sched.name` ({self.name})"
+        try:
+            rate = self.function(step, max_steps=self.max_steps, lr=self.lr, min_lr=self.min_lr, **self.kwargs)
+        except (TypeError, ValueError, ArithmeticError) as error:
+            raise UserError(f"{at}, step {step}: {type(error).__name__}: {error}") from error
+        if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 <= rate < math.inf:
+            raise UserError(f"{at}, step {step}: it must return a learning rate, a number >= 0, not {rate!r}")
+        return float(rate)
 
 
 ScheduleName = Literal[

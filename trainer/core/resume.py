@@ -19,6 +19,7 @@ from ..checkpoint.run_directory import RunDirectory
 from ..checkpoint.run_environment import main_versions
 from ..checkpoint.writer import remove_temporaries
 from ..config import dotted_paths
+from ..config.component_keys import component_sources
 from ..config.resolved_run import ResolvedRun
 from ..config.schema.exp_manager import ExpManagerBlock
 from ..config.schema.root import RootBlock
@@ -108,6 +109,7 @@ def initial_run_state(run: ResolvedRun, data: Data, base: BaseRecord | None = No
             "gradient_clip_val": run.trainer.gradient_clip_val or 0.0,
         },
         data_fingerprint=data.fingerprint,
+        components=component_sources(RootBlock(trainer=run.trainer, exp_manager=run.exp_manager, model=model)),
         data_keys={
             **model.data.model_dump(exclude=_EXCLUDED_DATA_KEYS),
             **{f"train_ds.{name}": value for name, value in model.data.train_ds.model_dump(exclude=_FILE_KEYS).items()},
@@ -188,6 +190,10 @@ def _differences(checkpoint: Checkpoint, current: RunState, root: RootBlock) -> 
     for key in sorted(saved.optimizer.keys() | current.optimizer.keys()):
         path = f"model.{key}" if key.startswith("optim") else f"trainer.{key}"
         yield from _change(checkpoint, path, saved.optimizer.get(key), current.optimizer.get(key))
+    for key, after in current.components.items():
+        before = saved.components.get(key, after)
+        if before != after:
+            yield f"`{key}` was {before} in {checkpoint.path.name} and is {after} now"
     for name, after in current.versions.items():
         if saved.versions.get(name) != after:
             yield f"{name} was {saved.versions.get(name)} and is {after} now: rounding may differ"

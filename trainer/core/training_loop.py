@@ -246,6 +246,7 @@ def _build_validation(run: RunContext, state: TrainingState, module: LanguageMod
         return None
     samples = validation_subset(spec, run.data.validation)
     per_global_batch = spec.global_batch_size // size
+    metrics = run.resolved.trainer.validation_metrics
     default_batches = limit if isinstance(limit, int) else None
 
     def validate(global_batches: int | None, should_stop: Callable[[], bool] | None) -> EvaluationResult:
@@ -255,7 +256,7 @@ def _build_validation(run: RunContext, state: TrainingState, module: LanguageMod
             return evaluate(
                 loss_function(model, run.resolved.precision, run.device)
                 if pipeline is None
-                else pipelined_loss_function(model, pipeline, run.resolved.precision, run.device),
+                else pipelined_loss_function(model, pipeline, run.resolved.precision, run.device, len(metrics)),
                 samples,
                 token_bytes=run.data.token_byte_counts,
                 batch_size=size,
@@ -266,6 +267,7 @@ def _build_validation(run: RunContext, state: TrainingState, module: LanguageMod
                 pads_batches=run.mesh.tensor is not None or pipeline is not None,
                 shard=token_shard(run.resolved.data.family, run.mesh),
                 counts_targets=run.mesh.counts_targets,
+                metrics=metrics,
                 should_stop=should_stop,
             )
         finally:

@@ -26,6 +26,7 @@ from ..distributed.ddp import ReplicatedDataParallel
 from ..distributed.fsdp import ShardedDataParallel
 from ..distributed.mesh import Mesh, SharedParameters
 from ..distributed.process_group import DistributedContext
+from ..evaluation.own_functions import own_functions
 from ..optim import optimizer_factory
 from ..optim.base_optimizer import Optimizer
 from ..optim.ema import EMA
@@ -157,10 +158,11 @@ def build_model(
         mesh: the ranks that share the model; None for one process.
 
     Raises:
-        UserError: no attention backend is available, or `model.compile` is not supported.
+        UserError: no attention backend is available, `model.compile` is not supported, or a loss or metric of the
+            user's own is not registered.
     """
     try:
-        return build_from_keys(
+        model = build_from_keys(
             run.model,
             vocab_size=vocab_size,
             device=device,
@@ -180,6 +182,8 @@ def build_model(
         )
     except ValueError as error:
         raise UserError(str(error).splitlines()) from None
+    model.own_functions = own_functions(run.model.loss, run.trainer.validation_metrics)
+    return model
 
 
 def build_optimizer(

@@ -19,10 +19,11 @@ from ..config.schema.trainer_and_data import DataBlock
 from ..utils.errors import UserError
 from ..utils.text import pluralize
 from .datasets.document_chunks import InMemoryDocuments
+from .datasets.map_style import MapStyleSamples
 from .datasets.samples import AnySamples, TrainingWindows
 from .datasets.sft_examples import Examples
 from .datasets.tokenized import choose_tokenizer, open_splits, split_samples
-from .sources.dataset_plugins import plugin_samples
+from .sources.dataset_plugins import own_samples
 from .sources.docstrings import read_docstrings
 from .sources.record_sources import read_source
 from .sources.text_pairs import TextPairs, TokenPairs, pair_parser, pairs_fingerprint
@@ -242,17 +243,17 @@ def _tokenized_data(spec: DataSpec, checkpoint_tokenizer: Tokenizer | None) -> D
 def _plugin_data(spec: DataSpec, tokenizer: Tokenizer) -> Data:
     """Build data from a dataset plugin."""
     tokenizer = _prepare_tokenizer(spec, tokenizer)
-    keys = spec.keys.model_dump(mode="json")
-    name = spec.keys.data_impl
+    keys, name = spec.keys, spec.keys.data_impl
     make = SampleFactory(spec, tokenizer)
-    windows = {split: plugin_samples(keys, split, spec.task.window, tokenizer, spec.seed) for split in SPLITS}
+    windows = {split: own_samples(spec, split, tokenizer) for split in SPLITS}
     samples: Any = {
         split: found and make.from_windows(found, training=split == "train") for split, found in windows.items()
     }
     if samples["validation"] is None and spec.limit_val_batches:
         raise UserError(f"`model.data.data_impl` ({name}) has no validation split; set `trainer.limit_val_batches=0`")
     source = extension_source("dataset", name)
-    identity = json.dumps([source, keys["path"], keys["dataset_kwargs"]], sort_keys=True)
+    sizes = {split: found.samples for split, found in windows.items() if isinstance(found, MapStyleSamples)}
+    identity = json.dumps([source, keys.path, keys.dataset_kwargs, *([sizes] if sizes else [])], sort_keys=True)
     fingerprint = hashlib.sha256(identity.encode()).hexdigest()
     description = f"{name}: {source}; vocabulary {tokenizer.vocab_size}; {_sequence_lengths(spec.task)}"
     return _assemble(spec, tokenizer, samples, fingerprint, description)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
@@ -31,11 +31,13 @@ class EvaluationResult:
         loss: mean cross-entropy, nats per token.
         tokens: number of predicted tokens.
         bytes: UTF-8 bytes of the predicted tokens; 0 for data without text.
+        metrics: metrics of the user's own by name, means over the predicted tokens.
     """
 
     loss: float
     tokens: int
     bytes: int
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def perplexity(self) -> float:
@@ -51,16 +53,23 @@ class EvaluationResult:
         return self.loss * self.tokens / math.log(2) / self.bytes if self.bytes else None
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all metrics, for JSON (None if not finite)."""
+        """Return all figures, for JSON (None if not finite); metrics of the user's own, if any, in `metrics`."""
         figures = {**asdict(self), "perplexity": self.perplexity, "bits_per_byte": self.bits_per_byte}
-        return {name: value if value is not None and math.isfinite(value) else None for name, value in figures.items()}
+        own = _finite(figures.pop("metrics"))
+        return _finite(figures) | ({"metrics": own} if own else {})
+
+
+def _finite(figures: Mapping[str, float | None]) -> dict[str, float | None]:
+    return {name: value if value is not None and math.isfinite(value) else None for name, value in figures.items()}
 
 
 class ScoringModel(Protocol):
     """Interface of a model that can be evaluated; implemented by all families."""
 
     def batch_loss(self, batch: Mapping[str, Tensor], denominator: Tensor) -> Tensor:
-        """Return the summed loss over all labels that are not ignored, divided by `denominator`; a scalar."""
+        """Return the summed loss over all labels that are not ignored, divided by `denominator`; a scalar, or (1 + M,)
+        with M metrics of the user's own.
+        """
         ...
 
 
@@ -87,15 +96,17 @@ def loss_function(model: ScoringModel, precision: RunPrecision, device: torch.de
 
 
 def pipelined_loss_function(
-    model: StagedModel, pipeline: Pipeline, precision: RunPrecision, device: torch.device
+    model: StagedModel, pipeline: Pipeline, precision: RunPrecision, device: torch.device, metrics: int = 0
 ) -> Callable[..., Tensor]:
-    """Return a function like that of `loss_function`, which is 0 on ranks without the last stage of the pipeline."""
+    """Return a function like that of `loss_function`, for a model with so many metrics of the user's own; it returns 0
+    on ranks without the last stage of the pipeline.
+    """
     one = torch.ones((), device=device)
 
     def total(**fields: Tensor) -> Tensor:
         with autocast_context(precision, device):
             loss = pipeline.forward(lambda at: model.run_stage(at, fields, one))
-        return torch.zeros_like(one) if loss is None else loss
+        return torch.zeros(1 + metrics, device=device) if loss is None else loss
 
     return total
 
@@ -114,13 +125,14 @@ def evaluate(
     pads_batches: bool = False,
     shard: ShardFields | None = None,
     counts_targets: bool = True,
+    metrics: Sequence[str] = (),
     should_stop: Callable[[], bool] | None = None,
 ) -> EvaluationResult:
     """Evaluate a model on each sample once; batches are distributed round-robin over the ranks.
 
     Args:
         loss: maps the tensors of a batch by name to the summed cross-entropy over all labels that are not ignored, in
-            nats, a scalar; without dropout.
+            nats, a scalar; without dropout. With `metrics` (1 + metrics,): their sums after it.
         token_bytes: UTF-8 bytes per token id, [V].
         batch_size: samples per forward pass; it affects the result by rounding only.
         limit_batches: maximum number of batches; None for all.
@@ -129,6 +141,7 @@ def evaluate(
         pads_batches: every forward pass has `batch_size` samples, also if there are fewer in all.
         shard: returns this rank's tokens of the fields of a batch; None: all.
         counts_targets: this rank counts the tokens of its batches; of several ranks with the same batches one does.
+        metrics: names of the metrics that `loss` returns.
         should_stop: called after each batch but the last; must return the same value on all ranks.
 
     Raises:
@@ -167,18 +180,19 @@ def evaluate(
                 tokens += len(counted)
                 text_bytes += int(token_bytes[counted].sum())
             progress.update(min(batches, number + ranks.world_size))
-    total = sum(torch.stack(losses).tolist())
+    totals = [sum(column) for column in zip(*torch.stack(losses).reshape(rounds, -1).tolist(), strict=True)]
     replicas = replicas or ranks
     if replicas.world_size > 1:
-        total, tokens, text_bytes = replicas.all_reduce_(
-            torch.tensor([total, tokens, text_bytes], dtype=torch.float64)
-        ).tolist()
+        sums = torch.tensor([*totals, tokens, text_bytes], dtype=torch.float64)
+        *totals, tokens, text_bytes = replicas.all_reduce_(sums).tolist()
     if tokens == 0:
         raise UserError(
             f"there is nothing to evaluate: all labels of {min(batches * batch_size, samples.samples):,} held-out "
             "samples are ignored; evaluate more of the data, or other data"
         )
-    return EvaluationResult(total / tokens, int(tokens), int(text_bytes))
+    loss_sum, *sums_of_metrics = totals
+    means = {name: total / tokens for name, total in zip(metrics, sums_of_metrics, strict=True)}
+    return EvaluationResult(loss_sum / tokens, int(tokens), int(text_bytes), means)
 
 
 def pad_rows(name: str, field: Tensor, rows: int) -> Tensor:

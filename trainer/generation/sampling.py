@@ -146,13 +146,17 @@ class TextStreamer:
         self._stop = [string for string in stop_strings if string]
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._held = ""
+        self._tokens: list[int] = []
         self.stopped = False
 
     def put(self, token: int) -> str:
         """Add a token and return the text that is final now; sets `stopped` when a stop string appears."""
         if token in self._names:
-            return self._advance(self._decoder.decode(b"", final=True) + self._names[token])
-        return self._advance(self._decoder.decode(self._tokenizer.decode_bytes([token])))
+            text = self._decoder.decode(b"", final=True) + self._names[token]
+        else:
+            text = self._decoder.decode(self._tokenizer.continuation_bytes(self._tokens, token))
+        self._tokens.append(token)
+        return self._advance(text)
 
     def close(self) -> str:
         """Return the text held back, at the end of the sequence."""

@@ -28,6 +28,7 @@ from ...models.memory.host_copies import CopyEngine
 from ...models.parallel.partition import PartAxis, RankPart
 from ..utils.errors import UserError
 from ..utils.local_shard import LocalShard, ShardOf, local_shard, local_tensor, rank_and_world_size, whole_shard
+from ..utils.safetensors_io import TensorSpec
 from .host_state import HostState
 from .state_buckets import BUCKET_BYTES, Bucket, StateShape, plan_buckets
 
@@ -307,7 +308,7 @@ class Optimizer(torch.optim.Optimizer):
                     if key == "main" and not self.main_weights:
                         continue
                     if self.is_replicated(key, shard.shape):
-                        named[f"{name}.{key}"] = whole_shard(tensor, *_replica(self.parts_by_name.get(name)))
+                        named[f"{name}.{key}"] = whole_shard(tensor, *replica_of(self.parts_by_name.get(name)))
                     elif shard.columns is not None and tensor.ndim < 2:  # of rows, the same for all parts of them
                         of_rows = self.shard_of(parameter, replace(self.parts_by_name[name], partition=None))
                         named[f"{name}.{key}"] = of_rows.with_local(tensor)
@@ -348,6 +349,17 @@ class Optimizer(torch.optim.Optimizer):
         for group, settings in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update(settings)
         self.step_count = state_dict["updates"]
+
+    def load_shards(
+        self, saved: Callable[[], Mapping[str, TensorSpec]], fill: Callable[[Mapping[str, LocalShard]], None]
+    ) -> None:
+        """Load the state of a checkpoint.
+
+        Args:
+            saved: returns the tensors of the checkpoint.
+            fill: fills shards by name, which must be those of the checkpoint.
+        """
+        fill(self.local_shards())
 
     def synchronize(self) -> None:
         """With `host`, wait until the state of the last step is in host memory; call before reading it there."""
@@ -483,7 +495,7 @@ class Optimizer(torch.optim.Optimizer):
         return parameter.grad
 
 
-def _replica(part: RankPart | None) -> tuple[int, int]:
+def replica_of(part: RankPart | None) -> tuple[int, int]:
     """Return index and number of the ranks that hold a parameter, whatever their parts of it."""
     if part is None:
         return rank_and_world_size()

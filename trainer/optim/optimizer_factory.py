@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import fields
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,12 +16,15 @@ from ...models.config.stack import StackSlice
 from ...models.config.t5 import T5Slice
 from ...models.memory.host_copies import CopyEngine
 from ...models.model_cost import count_parameters, outer_weights
+from ..config.lr_schedule import OwnSchedule
+from ..config.own_components import load_component
 from ..config.schema.optim import OptimBlock, build_schedule, optimizer_kind, optimizer_settings
 from ..config.schema.root import AnyModelBlock
 from .adafactor import Adafactor
 from .adamw import AdamW
 from .base_optimizer import Optimizer
 from .muon import Muon
+from .own_optimizer import OwnOptimizer
 from .pinned_memory import PinnedStateCopyEngine
 from .sgd import SGD
 
@@ -40,7 +44,10 @@ def build_optimizer(
     settings = optimizer_settings(optim)
     if kind == "muon" or (kind == "adamw" and settings["scale_parameter"]):
         settings["fused"] = fused_projection_rows(keys)
-    build: Any = _KINDS[kind]
+    build: Any = _KINDS.get(kind)
+    if build is None:
+        make = load_component("optimizer", optim.name, "model.optim.name")
+        build = partial(OwnOptimizer, make=make, name=optim.name)
     return build(
         named_parameters,
         lr=optim.lr,
@@ -96,6 +103,10 @@ def recorded_settings(optim: OptimBlock, max_steps: int) -> dict[str, str | int 
     if found["optim.name"] == "adamw" and not found["optim.scale_parameter"]:
         del found["optim.scale_parameter"]  # absent in checkpoints older than this key
     schedule = build_schedule(optim, max_steps)
+    if isinstance(schedule, OwnSchedule):
+        found |= {"optim.lr": schedule.lr, "optim.sched.min_lr": schedule.min_lr, "optim.sched.name": schedule.name}
+        found |= {"optim.sched.max_steps": schedule.max_steps, "optim.sched.kwargs": dict(schedule.kwargs)}
+        return _plain(found)
     for field in fields(schedule):
         block = "optim" if field.name == "lr" or hasattr(schedule, "warmup_init") else "optim.sched"
         found[f"{block}.{field.name}"] = getattr(schedule, field.name)
@@ -103,7 +114,12 @@ def recorded_settings(optim: OptimBlock, max_steps: int) -> dict[str, str | int 
         found["optim.relative_step"] = True
     else:
         found["optim.sched.name"] = optim.sched.name
-    return {key: str(value) if isinstance(value, list | bool) else value for key, value in found.items()}
+    return _plain(found)
+
+
+def _plain(found: dict[str, Any]) -> dict[str, str | int | float | None]:
+    """Return settings with lists, blocks and booleans as text."""
+    return {key: str(value) if isinstance(value, list | dict | bool) else value for key, value in found.items()}
 
 
 def min_state_elements(keys: AnyModelBlock, vocab_size: int, trainable: int | None = None) -> int:
@@ -113,7 +129,7 @@ def min_state_elements(keys: AnyModelBlock, vocab_size: int, trainable: int | No
     """
     parameters = count_parameters(keys, vocab_size) if trainable is None else trainable
     kind, chosen = optimizer_kind(keys.optim.name), optimizer_settings(keys.optim)
-    if kind == "adamw":
+    if kind == "adamw" or kind not in _KINDS:  # of the user's own nothing is known
         return 2 * parameters
     if kind == "muon" and trainable is not None:
         return parameters  # lower bound: one element per parameter of a matrix

@@ -14,7 +14,7 @@ from ...models.layers.cost import StackInputs
 from ...models.layers.position_embeddings import rotary_table_bytes
 from ...models.parallel.schedule import most_held
 from ...models.parallel.stages import Stage
-from ..config.schema.optim import optimizer_kind, optimizer_settings
+from ..config.schema.optim import OPTIMIZERS, optimizer_kind, optimizer_settings
 from ..optim.optimizer_factory import min_state_elements, offloads_optimizer_state
 from ..optim.state_buckets import BUCKET_BYTES, StateShape, plan_buckets
 from .run_inputs import RunInputs
@@ -169,6 +169,8 @@ def update_working_bytes(run: RunInputs) -> int:
             return slots + updates + largest * 4 * (4 if settings["beta1"] is not None else 3)
         case "muon":  # gradient, momentum and direction in fp32, Newton-Schulz iterations in bf16, the update
             return slots + hidden * 28
+        case name if name not in OPTIMIZERS:  # of the user's own: the scaled gradients, and as much again, we assume
+            return 2 * parameters * (run.precision.main_weight_bytes or run.widths.weights)
         case "sgd":
             return slots + (min(largest, BUCKET_BYTES // 4) if slots else largest) * 16
         case _:

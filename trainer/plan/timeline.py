@@ -373,7 +373,13 @@ def loss_memory(run: RunInputs) -> LossMemory:
         number = 0 if run.is_frozen else rows * hidden
         return LossMemory(forward=forward, backward=backward, kept=backward // 2, num_parameters=number)
     return token_loss_memory(
-        run.output_tokens, family.padded_vocab_size, hidden, run.widths, frozen=run.is_frozen, cuda=cuda
+        run.output_tokens,
+        family.padded_vocab_size,
+        hidden,
+        run.widths,
+        frozen=run.is_frozen,
+        cuda=cuda,
+        own=family.own_loss,
     )
 
 

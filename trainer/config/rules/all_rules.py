@@ -18,6 +18,7 @@ from .. import dotted_paths
 from ..schema.key_index import schema_keys
 from . import (
     checkpoint_rules,
+    component_rules,
     data_rules,
     environment_rules,
     exp_manager_rules,
@@ -39,6 +40,7 @@ _ASSIGNED = re.compile(r"(?<![\w.])[a-z]\w*(?==)")
 Rule = Callable[[RuleContext], Iterator[Finding]]
 
 _MODULES = (
+    component_rules,
     process_rules,
     parallel_rules,
     pipeline_rules,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ....models.config.extensions import extension_names
 from ....models.config.families import sequence_length_of
 from ....models.config.key_block import Finding
 from ..blend_spec import is_per_split, parse_prefixes
@@ -13,29 +12,12 @@ from ..dataset_names import BUILT_IN_DATASETS, SPLITS
 from ..schema.key_index import format_value
 from ..schema.root import T5ModelBlock
 from ..schema.trainer_and_data import DataBlock
-from ..suggest import closest
 from .rule_context import RuleContext, choose_data, no_effect, unused
 
 _AT = "model.data"
 _IMPL = f"{_AT}.data_impl"
 _PREFIX = f"{_AT}.data_prefix"
 _IMPLS_WITH_PATH = ("text", "jsonl", "huggingface")
-
-
-def data_impl_is_known(context: RuleContext) -> Iterator[Finding]:
-    """`data_impl` must be built in or registered by an installed package (entry points are searched only then)."""
-    name = context.root.model.data.data_impl
-    if name in BUILT_IN_DATASETS:
-        return
-    installed = extension_names("dataset")
-    if name not in installed:
-        near = closest(name, [*BUILT_IN_DATASETS, *installed])
-        yield Finding.error(
-            (_IMPL,),
-            f"`data_impl` must be one of {', '.join(BUILT_IN_DATASETS)}, or the name of an installed dataset "
-            f"({', '.join(installed[:10]) or 'there is none'})",
-            f"did you mean {_IMPL}={near}?" if near else "",
-        )
 
 
 def path_matches_data_impl(context: RuleContext) -> Iterator[Finding]:

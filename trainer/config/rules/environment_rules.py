@@ -54,14 +54,21 @@ def nvte_flags_are_known(context: RuleContext) -> Iterator[Finding]:
 
 def config_holds_no_secrets(context: RuleContext) -> Iterator[Finding]:
     """The configuration must hold no secrets: it is saved and logged, with `${oc.env:NAME}` unresolved."""
-    variables, dataset = "env_vars", "model.data.dataset_kwargs"
+    variables, model = "env_vars", context.root.model
+    blocks = {
+        "model.data.dataset_kwargs": model.data.dataset_kwargs,
+        "model.tokenizer.kwargs": model.tokenizer.kwargs,
+        "model.optim.kwargs": model.optim.kwargs,
+        "model.optim.sched.kwargs": model.optim.sched.kwargs,
+    }
     found = [
         (variables, name, value, is_secret(name) or holds_secret(str(value)))
         for name, value in context.root.env_vars.items()
     ]
     found += [
-        (dataset, name, value, _is_secret_argument(name, value))
-        for name, value in context.root.model.data.dataset_kwargs.items()
+        (block, name, value, _is_secret_argument(name, value))
+        for block, values in blocks.items()
+        for name, value in values.items()
     ]
     for block, name, value, is_bad in found:
         path = f"{block}.{name}"

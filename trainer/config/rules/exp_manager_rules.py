@@ -9,7 +9,7 @@ from ....models.config.key_block import Finding
 from ...loggers.logger_backends import BACKENDS
 from ...utils.redaction import holds_secret, is_secret
 from ...utils.text import parse_duration, pluralize
-from ..schema.exp_manager import TRAINING_METRICS, Metric
+from ..schema.exp_manager import TRAINING_METRICS
 from .rule_context import RuleContext, is_changed, no_effect, step_limit
 
 _AT = "exp_manager"
@@ -150,7 +150,7 @@ def checkpoint_ranking_is_used(context: RuleContext) -> Iterator[Finding]:
             )
 
 
-def _never_measured(context: RuleContext, metric: Metric) -> tuple[str, str] | None:
+def _never_measured(context: RuleContext, metric: str) -> tuple[str, str] | None:
     """Return the key that prevents a metric from being measured and the reason, or None if it is measured."""
     if metric in TRAINING_METRICS:
         return None

@@ -22,6 +22,8 @@ from .rule_context import RuleContext, no_effect, step_limit, unused
 
 _AT = "model.optim"
 _SCHED = "model.optim.sched"
+_OWN_SCHEDULE_KEYS = frozenset({"lr", "min_lr", "max_steps", "kwargs"})
+"""Keys that a schedule of the user's own gets."""
 _COMMON_KEYS = frozenset({"name", "lr", "weight_decay", "sched"})
 
 
@@ -38,7 +40,8 @@ def _uses_relative_step(context: RuleContext) -> bool:
 
 def _schedule_fields(sched: SchedBlock) -> frozenset[str]:
     """Return the settings of the chosen schedule."""
-    return frozenset(field.name for field in fields(SCHEDULES[sched.name]))
+    kind = SCHEDULES.get(sched.name)
+    return _OWN_SCHEDULE_KEYS if kind is None else frozenset(field.name for field in fields(kind))
 
 
 def eps_fits_optimizer(context: RuleContext) -> Iterator[Finding]:
@@ -122,6 +125,10 @@ def unused_schedule_keys(context: RuleContext) -> Iterator[Finding]:
     acting = _schedule_fields(sched)
     for key, field in SchedBlock.model_fields.items():
         if key == "name" or getattr(sched, key) in (None, 0, field.default):
+            continue
+        if key == "kwargs":
+            if key not in acting:
+                yield from unused(context, f"{_SCHED}.{key}", f"{_SCHED}.name", f"with `{name}`")
             continue
         setting = key.replace("_ratio", "_steps")
         path = f"{_SCHED}.{key}"

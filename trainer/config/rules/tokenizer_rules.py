@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from ....models.config.key_block import Finding
-from ..schema.trainer_and_data import TokenizerBlock
-from .rule_context import RuleContext, no_effect
+from ..schema.trainer_and_data import TOKENIZERS, TokenizerBlock
+from .rule_context import RuleContext, no_effect, unused
 
 
 def tokenizer_needs_text_data(context: RuleContext) -> Iterator[Finding]:
@@ -71,3 +71,5 @@ def tokenizer_files_are_given(context: RuleContext) -> Iterator[Finding]:
     for name, libraries in _TOKENIZER_KEYS.items():
         if library not in libraries and getattr(keys, name) != defaults[name].default:
             yield no_effect(f"{at}.{name}", f"{at}.library", f"with `library: {library}`")
+    if library in TOKENIZERS and keys.kwargs:
+        yield from unused(context, f"{at}.kwargs", f"{at}.library", f"with `library: {library}`")

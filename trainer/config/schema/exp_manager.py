@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from pydantic import Field
 
-from ....models.config.key_block import ConfigBlock, NonEmptyText, block_default, extension_field
+from ....models.config.key_block import ComponentName, ConfigBlock, NonEmptyText, block_default, extension_field
 from ...loggers.logger_backends import LoggerKeys
 
 Metric = Literal[
     "val_loss", "validation_loss", "bits_per_byte", "loss", "grad_norm", "reduced_train_loss", "train_loss"
 ]
 """Metrics for ranking checkpoints and for early stopping: of validation first, then of training steps."""
+METRICS: tuple[str, ...] = get_args(Metric)
+OWN_METRIC = "val_"
+"""Before the name of a metric of the user's own."""
+OwnMetric = Annotated[str, Field(pattern=r"^val_."), ComponentName("val_NAME of one of `trainer.validation_metrics`")]
 Duration = Annotated[str, Field(pattern=r"^\d{1,4}:\d\d:\d\d:\d\d$", examples=["00:04:00:00"])]
 """`DD:HH:MM:SS`; text only, since YAML 1.1 reads `10:30:00` as a base-60 number."""
 
@@ -20,7 +24,7 @@ _METRIC_ALIASES = {"reduced_train_loss": "loss", "train_loss": "loss", "validati
 TRAINING_METRICS = frozenset({"loss", "grad_norm", "reduced_train_loss", "train_loss"})
 
 
-def canonical_metric_name(metric: Metric) -> str:
+def canonical_metric_name(metric: str) -> str:
     """Return the name under which a metric is logged; NeMo and Lightning use aliases of `loss` and `val_loss`."""
     return _METRIC_ALIASES.get(metric, metric)
 
@@ -30,7 +34,7 @@ class CheckpointParams(ConfigBlock):
 
     dirpath: NonEmptyText | None = None
     """Directory of checkpoints; null: `checkpoints` in the run directory."""
-    monitor: Metric = "val_loss"
+    monitor: Metric | OwnMetric = "val_loss"
     """Metric for ranking checkpoints; `reduced_train_loss` and `train_loss` are aliases of `loss` (training loss),
     `validation_loss` of `val_loss`."""
     mode: Literal["min", "max"] = "min"
@@ -56,7 +60,7 @@ class EarlyStoppingParams(ConfigBlock):
     The metric is checked every `trainer.val_check_interval` steps, after validation.
     """
 
-    monitor: Metric = "val_loss"
+    monitor: Metric | OwnMetric = "val_loss"
     """Metric to monitor; `reduced_train_loss` and `train_loss` are aliases of `loss` (training loss),
     `validation_loss` of `val_loss`."""
     mode: Literal["min", "max"] = "min"

@@ -16,6 +16,7 @@ import annotated_types
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from ....models.config.key_block import ComponentName
 from ....models.config.model import FAMILIES, Family
 from ..dotted_paths import Tree, join
 from ..yaml_reader import YamlError, parse_yaml
@@ -31,7 +32,7 @@ class SchemaKey:
         default: default value, as plain data.
         description: description (the docstring of the field).
         kind: accepted type in words: `an integer >= 1, or null`.
-        choices: accepted values, if they are a closed list.
+        choices: accepted values, if they are a closed list; besides, components of the user's own may be named.
         own: True for a key of stoker's that NeMo does not have.
         is_text: True if it takes text only (and null).
         is_open: True for a block with arbitrary keys (`env_vars`).
@@ -112,7 +113,9 @@ def _key(path: str, field: FieldInfo, default: Any) -> SchemaKey:
     annotation: Any = Annotated[field.annotation, *field.metadata] if field.metadata else field.annotation
     members = _members(annotation)
     choices = tuple(value for member in members if get_origin(member) is Literal for value in get_args(member))
-    only_choices = all(get_origin(member) is Literal or member is types.NoneType for member in members)
+    only_choices = all(
+        get_origin(member) is Literal or member is types.NoneType or _component_name(member) for member in members
+    )
     kinds = {member for member in map(_unannotated, members) if member is not types.NoneType}
     return SchemaKey(
         path=path,
@@ -145,6 +148,12 @@ def _unannotated(annotation: Any) -> Any:
     return _unannotated(get_args(annotation)[0]) if get_origin(annotation) is Annotated else annotation
 
 
+def _component_name(annotation: Any) -> ComponentName | None:
+    """Return the mark of a type that names components of the user's own."""
+    metadata = get_args(annotation)[1:] if get_origin(annotation) is Annotated else ()
+    return next((mark for mark in metadata if isinstance(mark, ComponentName)), None)
+
+
 def _describe(annotation: Any, examples: list[Any] | None = None) -> str:
     members = _members(annotation)
     words = [_describe_member(member, examples) for member in members if _unannotated(member) is not types.NoneType]
@@ -158,6 +167,8 @@ _NAMES = {int: "an integer", float: "a number", bool: "true or false", str: "tex
 
 def _describe_member(annotation: Any, examples: list[Any] | None) -> str:
     bare = _unannotated(annotation)
+    if mark := _component_name(annotation):
+        return mark.description
     if get_origin(bare) is Literal:
         values = [format_value(value) for value in get_args(bare)]
         return values[0] if len(values) == 1 else "one of " + ", ".join(values)

@@ -8,15 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field
 
-from ....models.config.key_block import ConfigBlock, block_default, extension_field
-from ..lr_schedule import SCHEDULES, RelativeStep, ScheduleName
+from ....models.config.key_block import ComponentName, ConfigBlock, OpenBlock, block_default, extension_field
+from ..lr_schedule import SCHEDULES, OwnSchedule, RelativeStep, ScheduleName
+from ..own_components import load_component
 
 Decay = Annotated[float, Field(ge=0, lt=1)]
 PositiveFloat = Annotated[float, Field(gt=0)]
+OwnScheduleName = Annotated[str, Field(min_length=1), ComponentName("the name of a schedule of your own")]
+OwnOptimizerName = Annotated[str, Field(min_length=1), ComponentName("the name of an optimizer of your own")]
 PHASES = ("warmup", "constant", "hold")
 """Phases of a schedule, each with keys `X_steps` and `X_ratio`."""
 
@@ -24,8 +27,9 @@ PHASES = ("warmup", "constant", "hold")
 class SchedBlock(ConfigBlock):
     """`model.optim.sched.*`: learning-rate schedule."""
 
-    name: ScheduleName = "CosineAnnealing"
-    """Schedule. Warmup-stable-decay (WSD) is WarmupHoldAnnealLinear or WarmupHoldAnnealOneMinusSquareRoot."""
+    name: ScheduleName | OwnScheduleName = "CosineAnnealing"
+    """Schedule. Warmup-stable-decay (WSD) is WarmupHoldAnnealLinear or WarmupHoldAnnealOneMinusSquareRoot; see
+    docs/extend.md for your own."""
     warmup_steps: Annotated[int, Field(ge=0)] | Annotated[float, Field(ge=0)] | None = None
     """Steps of linear warm-up."""
     warmup_ratio: float | None = Field(None, ge=0, le=1)
@@ -48,23 +52,29 @@ class SchedBlock(ConfigBlock):
     """Final learning rate."""
     max_steps: int | None = Field(None, ge=1)
     """Length of the schedule; null: `trainer.max_steps`."""
+    kwargs: OpenBlock = extension_field({})
+    """Settings of a schedule of your own."""
+
+
+OptimizerName = Literal[
+    "adamw",
+    "fused_adam",
+    "distributed_fused_adam",
+    "megatron_fused_adam",
+    "mcore_distributed_optim",
+    "adafactor",
+    "muon",
+    "sgd",
+]
+OPTIMIZERS: tuple[str, ...] = get_args(OptimizerName)
 
 
 class OptimBlock(ConfigBlock):
     """`model.optim.*`."""
 
-    name: Literal[
-        "adamw",
-        "fused_adam",
-        "distributed_fused_adam",
-        "megatron_fused_adam",
-        "mcore_distributed_optim",
-        "adafactor",
-        "muon",
-        "sgd",
-    ] = "adamw"
+    name: OptimizerName | OwnOptimizerName = "adamw"
     """`adamw` (also under NeMo's names for fused and distributed variants); `adafactor`; `muon` (AdamW for embeddings,
-    head, norms and biases); `sgd`."""
+    head, norms and biases); `sgd`; or any torch.optim.Optimizer (docs/extend.md)."""
     lr: float = Field(2e-4, gt=0)
     """Peak learning rate."""
     weight_decay: float = Field(0.01, ge=0)
@@ -97,6 +107,8 @@ class OptimBlock(ConfigBlock):
     adjust_lr_fn: Literal["match_rms_adamw", "original"] = extension_field("match_rms_adamw")
     """muon: update scale. `match_rms_adamw` matches the RMS of AdamW's updates, so one `lr` fits all parameters;
     `original` is sqrt(rows / columns) for tall matrices."""
+    kwargs: OpenBlock = extension_field({})
+    """Settings of an optimizer of your own."""
     sched: SchedBlock = block_default(SchedBlock)
     """Learning-rate schedule."""
 
@@ -128,13 +140,13 @@ RELATIVE_STEP_KEYS = ("relative_step", "warmup_init")
 
 def optimizer_kind(name: str) -> str:
     """Return the optimizer behind `name`; NeMo's fused and distributed variants are AdamW."""
-    return name if name in _SETTINGS else "adamw"
+    return name if name in _SETTINGS or name not in OPTIMIZERS else "adamw"
 
 
 def optimizer_settings(optim: OptimBlock) -> dict[str, Any]:
     """Return the settings specific to the chosen optimizer, by key, with nulls replaced by their defaults."""
     settings: dict[str, Any] = {}
-    for key, default in _SETTINGS[optimizer_kind(optim.name)].items():
+    for key, default in _SETTINGS.get(optimizer_kind(optim.name), {"kwargs": None}).items():
         value = getattr(optim, key)
         settings[key] = default if value is None else value
     return settings
@@ -144,6 +156,9 @@ def build_schedule(optim: OptimBlock, max_steps: int) -> Any:
     """Build the schedule of `model.optim.sched`; its length is `sched.max_steps`, or else the trainer's `max_steps`.
 
     Ratios are fractions of that length, rounded down as in NeMo. Adafactor's `relative_step` is a separate schedule.
+
+    Raises:
+        UserError: a schedule of the user's own is not registered.
     """
     if optim.name == "adafactor" and optim.relative_step:
         return RelativeStep(optim.warmup_init)
@@ -158,7 +173,10 @@ def build_schedule(optim: OptimBlock, max_steps: int) -> Any:
         "decay_rate": sched.decay_rate,
         "d_model": sched.d_model,
     }
-    kind = SCHEDULES[sched.name]
+    kind = SCHEDULES.get(sched.name)
+    if kind is None:
+        function = load_component("schedule", sched.name, "model.optim.sched.name")
+        return OwnSchedule(sched.name, function, optim.lr, sched.min_lr, length, sched.kwargs)
     return kind(**{field.name: values[field.name] for field in fields(kind)})
 
 

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from pydantic import Field
 
-from ....models.config.key_block import ConfigBlock, NonEmptyText, block_default, extension_field
+from ....models.config.key_block import (
+    ComponentName,
+    ConfigBlock,
+    NonEmptyText,
+    OpenBlock,
+    block_default,
+    extension_field,
+)
 
 Precision = Literal[64, "64", "64-true", 32, "32", "32-true", "bf16", "bf16-mixed", "bf16-true"]
 PositiveInt = Annotated[int, Field(ge=1)]
@@ -54,6 +61,9 @@ class TrainerBlock(ConfigBlock):
     limit_val_batches: Annotated[int, Field(ge=0)] | Annotated[float, Field(ge=0, le=1)] = 50
     """Global batches per validation run (int), or fraction of the validation samples (float; 1.0: all of them); 0
     disables validation."""
+    validation_metrics: list[NonEmptyText] = extension_field([])
+    """Metrics of your own (docs/extend.md), by name, measured in validation beside the loss and logged as `val_NAME`.
+    """
     gradient_clip_val: float | None = Field(1.0, ge=0)
     """Clip the global gradient norm to this; 0 or null: off."""
     enable_progress_bar: bool = True
@@ -112,13 +122,20 @@ class SpecialTokensBlock(ConfigBlock):
     """BERT: mask token, added if the vocabulary lacks it; null: [MASK], <mask>, or the first sentinel."""
 
 
+TokenizerLibrary = Literal["byte-level", "char", "huggingface", "megatron", "sentencepiece"]
+OwnTokenizerName = Annotated[str, Field(min_length=1), ComponentName("the name of a tokenizer of your own")]
+TOKENIZERS: tuple[str, ...] = get_args(TokenizerLibrary)
+
+
 class TokenizerBlock(ConfigBlock):
     """`model.tokenizer.*`."""
 
-    library: Literal["byte-level", "char", "huggingface", "megatron", "sentencepiece"] = "byte-level"
+    library: TokenizerLibrary | OwnTokenizerName = "byte-level"
     """`byte-level`: UTF-8 bytes with ByT5's ids (pad 0, eos 1, unk 2, byte + 3). `char`: the characters of the
     training text. `huggingface`: a tokenizer.json. `megatron`: GPT-2's vocab.json and merges.txt. `sentencepiece`: a
-    .model file."""
+    .model file. docs/extend.md has what a tokenizer of your own is."""
+    kwargs: OpenBlock = extension_field({})
+    """Settings of a tokenizer of your own."""
     type: NonEmptyText | None = None
     """huggingface: path of a tokenizer.json or its folder (nothing is downloaded). megatron: GPT2BPETokenizer."""
     model: NonEmptyText | None = None
@@ -197,9 +214,7 @@ class DataBlock(ConfigBlock):
     reset_attention_mask: bool = False
     """Block attention across documents within a sample. An attention backend without variable-length support needs a
     mask of micro batch size x sequence x sequence, shared by all layers."""
-    dataset_kwargs: dict[str, NonEmptyText | int | float | bool | list[NonEmptyText | int | float] | None] = (
-        extension_field({})
-    )
+    dataset_kwargs: OpenBlock = extension_field({})
     """`huggingface`: `name` and `revision` of the dataset, and `train`, `validation` and `test` if its splits have
     other names. Otherwise the settings of a dataset of your own."""
     splits_string: str = Field(

@@ -29,11 +29,13 @@ class Batch(NamedTuple):
         labels: `labels[i, t]` is the token after `tokens[i, t]`, or `IGNORE_INDEX`; int64 [B, S].
         documents: document index within the sample of each token, from 0, int32 [B, S]; None if attention and positions
             cross document boundaries.
+        padding: True for tokens, False for padding at the end of rows, bool [B, S]; None if it is not needed.
     """
 
     tokens: Tensor
     labels: Tensor
     documents: Tensor | None = None
+    padding: Tensor | None = None
 
 
 TensorBatch = dict[str, Tensor]

@@ -16,6 +16,7 @@ from ...utils.errors import EXIT_IO, UserError
 from ...utils.progress import Progress
 from ...utils.text import pluralize
 from ..sources.indexed_tokens import MAX_METADATA_BYTES, IndexedWriter, bin_path, idx_path, token_dtype
+from ..tokenizers.own_tokenizer import OwnTokenizer
 from ..tokenizers.tokenizer import Tokenizer
 from ..tokenizers.tokenizer_document import tokenizer_from_dict
 from .input_sources import InputSource, find_sources
@@ -138,6 +139,7 @@ class _Work:
         self.progress.resume(self.weight)
         settings = {
             "tokenizer": self.tokenizer.to_dict(),
+            "imports": [type(self.tokenizer.inner).__module__] if isinstance(self.tokenizer, OwnTokenizer) else [],
             "eod_id": self.tokenizer.eos_id if self.job.append_eod else None,
             "stop": self.job.stop_on_error,
             "reading": asdict(self.job.reading),

@@ -6,6 +6,7 @@ Main process and workers exchange JSON over a pipe; the bytes of a compressed in
 from __future__ import annotations
 
 import errno
+import importlib
 import json
 import multiprocessing
 import os
@@ -88,6 +89,8 @@ def run_worker(connection: Any) -> None:
     disable_tokenizer_threads()
     try:
         settings = json.loads(connection.recv_bytes())
+        for module in settings["imports"]:
+            importlib.import_module(module)
         tokenizer = tokenizer_from_dict(settings["tokenizer"])
         while True:
             task = json.loads(connection.recv_bytes())

@@ -2,69 +2,73 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Protocol
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
 
-from ....models.config.extensions import load_extension
 from ...config.dataset_names import Split
+from ...config.own_components import load_component
+from ...config.resolved_run import DataSpec
 from ...utils.errors import UserError
+from ..datasets.map_style import MapStyleSamples
 from ..datasets.samples import Samples
 from ..tokenizers.tokenizer import Tokenizer
 
 
-class DatasetPlugin(Protocol):
-    """Interface of a dataset of a user's own: a function that returns the samples of a split."""
+def own_samples(spec: DataSpec, split: Split, tokenizer: Tokenizer) -> Samples | None:
+    """Return the samples of a split of the dataset `model.data.data_impl`.
 
-    def __call__(
-        self, data: Mapping[str, Any], split: Split, sequence_length: int, tokenizer: Tokenizer, seed: int
-    ) -> Samples | None:
-        """Return the samples of a split.
-
-        The samples must be pure functions of their position: a resumed run, another rank or a dataloader worker reads a
-        position from a new copy and must get the same tokens. They are pickled into dataloader workers. Token ids must
-        be below `tokenizer.vocab_size`.
-
-        Args:
-            data: all keys below `model.data` and their values; `dataset_kwargs` is reserved for the plugin.
-            split: `train`, whose samples must be endless; `validation` or `test`, which have a finite number `samples`
-                and return rows of ignored labels past the end.
-            sequence_length: S, tokens in a sample.
-            tokenizer: the one of `model.tokenizer`.
-            seed: `model.seed`, to be used in training.
-
-        Returns:
-            An object like `stoker.trainer.data.datasets.samples.Samples`; None if there is no such validation or
-            test split.
-
-        Raises:
-            UserError, OSError, ValueError: the reason, in one line.
-        """
-        ...
-
-
-def plugin_samples(
-    data: Mapping[str, Any], split: Split, sequence_length: int, tokenizer: Tokenizer, seed: int
-) -> Samples | None:
-    """Return the samples of the plugin `data["data_impl"]`.
+    The registered function or class is called for each split with those of these arguments that it takes, by name:
+    `split` (train, validation or test), `tokenizer`, `sequence_length` (tokens in a sample), `seed` (`model.seed`) and
+    `data` (all keys below `model.data`). Without `data` it also gets `model.data.dataset_kwargs`, by name. It returns
+    None if there is no such validation or test split; a map-style dataset (`MapStyleSamples`); or `Samples`, whose
+    batches must be pure functions of their position: a resumed run, another rank or a dataloader worker reads a
+    position from a new copy and must get the same tokens.
 
     Raises:
-        UserError: it is not installed, cannot be imported, or returns no samples of this length.
+        UserError: it is not registered, cannot be imported or called, or returns no samples of this length.
     """
-    name = str(data["data_impl"])
+    name = spec.keys.data_impl
+    make: Callable[..., Any] = load_component("dataset", name, "model.data.data_impl")
+    at, length = f"`model.data.data_impl` ({name}), {split}", spec.task.window
+    offered = {
+        "split": split,
+        "tokenizer": tokenizer,
+        "sequence_length": length,
+        "seed": spec.seed,
+        "data": spec.keys.model_dump(mode="json"),
+    }
     try:
-        make: DatasetPlugin = load_extension("dataset", name)
-    except (LookupError, ValueError) as error:
-        raise UserError(f"`model.data.data_impl` ({name}): {error}") from None
-    try:
-        samples = make(data, split, sequence_length, tokenizer, seed)
-    except (OSError, ValueError) as error:
-        raise UserError(f"`model.data.data_impl` ({name}), {split}: {error}") from error
-    if samples is None and split != "train":
-        return None
-    found = getattr(samples, "sequence_length", None)
-    if samples is None or found != sequence_length or not callable(getattr(samples, "batch", None)):
-        raise UserError(
-            f"`model.data.data_impl` ({name}): it returned {type(samples).__name__} for {split}, which is "
-            f"not samples of `sequence_length` {sequence_length}"
+        found: Any = make(**_arguments(make, offered, spec.keys.dataset_kwargs))
+    except UserError:
+        raise
+    except (OSError, ValueError, TypeError) as error:
+        raise UserError(f"{at}: {error}") from error
+    if found is None:
+        if split != "train":
+            return None
+    elif callable(getattr(found, "batch", None)):
+        if getattr(found, "sequence_length", None) == length:
+            return found
+    elif hasattr(found, "__getitem__") and hasattr(found, "__len__") and not isinstance(found, Mapping | str):
+        return MapStyleSamples(
+            found,
+            length,
+            tokenizer,
+            spec.vocab_size or tokenizer.vocab_size,
+            spec.seed if split == "train" else None,
+            full_rows=spec.task.name != "gpt",
+            with_padding=spec.task.padded and spec.task.name == "gpt",
+            name=at,
         )
-    return samples
+    raise UserError(
+        f"{at}: it returned {type(found).__name__}, which is neither a map-style dataset (__len__ and __getitem__) nor "
+        f"samples of `sequence_length` {length}"
+    )
+
+
+def _arguments(make: Callable[..., Any], offered: Mapping[str, Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments for a function: those offered that it names, and `dataset_kwargs` unless it takes `data`."""
+    parameters = inspect.signature(make).parameters
+    taken = {name: value for name, value in offered.items() if name in parameters}
+    return taken if "data" in taken else {**taken, **kwargs}

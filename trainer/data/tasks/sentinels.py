@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...utils.errors import UserError
+from ..tokenizers.own_tokenizer import OwnTokenizer
 from ..tokenizers.tokenizer import MAX_SENTINELS, ByteTokenizer, CharTokenizer, Tokenizer
 from ..tokenizers.tokenizer_document import tokenizer_from_dict
 
@@ -68,6 +69,11 @@ def with_sentinels(tokenizer: Tokenizer, count: int | None) -> Tokenizer:
         return tokenizer
     if isinstance(tokenizer, ByteTokenizer):
         return ByteTokenizer(count)
+    if isinstance(tokenizer, OwnTokenizer):
+        raise UserError(
+            f"`model.tokenizer.library` ({tokenizer.kind}) has {existing} of {count} sentinels: its `token_id` must "
+            "know <extra_id_0>, <extra_id_1>, ...; model.tokenizer.num_sentinel_tokens is their number"
+        )
     return _extended(tokenizer, [sentinel_name(number) for number in reversed(range(existing, count))])
 
 

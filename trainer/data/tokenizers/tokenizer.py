@@ -33,7 +33,7 @@ class Tokenizer(ABC):
     """Map text to token ids and back.
 
     Attributes:
-        kind: `byte-level`, `char`, `huggingface` or `sentencepiece`, as in its document.
+        kind: `byte-level`, `char`, `huggingface`, `sentencepiece` or the name of the user's own, as in its document.
         limits_words: a word of more than `MAX_WORD_LENGTH` characters is an error.
         vocab_size: number of token ids; ids are 0 to vocab_size - 1.
         eos_id: the token that separates documents; None if the vocabulary has none.
@@ -69,6 +69,10 @@ class Tokenizer(ABC):
         Raises:
             ValueError: an id is negative.
         """
+
+    def continuation_bytes(self, before: Sequence[int], token: int) -> bytes:
+        """Return the bytes that a token adds to the text of the tokens before it."""
+        return self.decode_bytes([token])
 
     def document_start_ids(self) -> list[int]:
         """Return the tokens before a text that a GPT continues or scores.

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from ....models.config.extensions import extension_names
+from ...config.own_components import IMPORT_HINT
 from ..tasks.chat_template import ChatTemplate
+from .own_tokenizer import own_tokenizer_from_dict
 from .tokenizer import ByteTokenizer, CharTokenizer, Tokenizer
 
 
@@ -45,5 +48,7 @@ def _tokenizer_from_document(document: dict[str, Any]) -> Tokenizer:
 
             return sentencepiece_from_dict(document)
         case name, _:
-            known = "byte-level, char, huggingface and sentencepiece"
-            raise ValueError(f"unknown tokenizer {str(name)[:40]!r}; known are {known}")
+            known = ", ".join(("byte-level", "char", "huggingface", "sentencepiece", *extension_names("tokenizer")))
+            if isinstance(name, str) and name in extension_names("tokenizer"):
+                return own_tokenizer_from_dict(document)
+            raise ValueError(f"unknown tokenizer {str(name)[:40]!r}; known are {known}; {IMPORT_HINT}")

@@ -9,13 +9,17 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from ....models.config.extensions import extension_names
+from ...config.own_components import IMPORT_HINT
 from ...config.schema.trainer_and_data import TokenizerBlock
 from ...utils.environment import user_path
 from ...utils.errors import UserError
 from ..tasks.chat_files import load_chat_template
 from . import sentencepiece_tokenizer, tokenizer_json
 from .gpt2_files import gpt2_tokenizer_json
+from .own_tokenizer import make_own_tokenizer
 from .sentencepiece_tokenizer import MAX_MODEL_BYTES
 from .tokenizer import ByteTokenizer, Tokenizer
 from .tokenizer_config import configured_tokens, read_bytes, read_text, read_tokenizer_config
@@ -45,7 +49,7 @@ class SpecialTokens:
 
 
 def tokenizer_from_config(keys: TokenizerBlock) -> Tokenizer:
-    """Load the tokenizer of `model.tokenizer`, for the libraries that read files.
+    """Load the tokenizer of `model.tokenizer`, for the libraries that read files and for the user's own.
 
     Raises:
         UserError: a file is missing, unreadable or not a tokenizer; or a named token is not in it.
@@ -68,15 +72,24 @@ def tokenizer_from_config(keys: TokenizerBlock) -> Tokenizer:
         case "sentencepiece":
             return load_sentencepiece(_path(keys.model, f"{section}.model"), f"{section}.model", special)
         case library:
-            raise ValueError(f"`library` ({library}) must be one that reads files")
+            return _own_tokenizer(library, keys.kwargs, f"`{section}.library` ({library})")
+
+
+def _own_tokenizer(name: str, kwargs: Mapping[str, Any], named_by: str) -> Tokenizer:
+    try:
+        return make_own_tokenizer(name, kwargs)
+    except LookupError as error:
+        raise UserError(f"{named_by}: {error}; {IMPORT_HINT}") from None
+    except ValueError as error:
+        raise UserError(f"{named_by}: {error}") from None
 
 
 def load_tokenizer(name: str, named_by: str, special: SpecialTokens) -> Tokenizer:
     """Load the tokenizer of a file or folder of any supported kind.
 
     Args:
-        name: `byte-level`, a tokenizer.json, a SentencePiece .model, or a folder with one of them or GPT-2's vocab.json
-            and merges.txt.
+        name: `byte-level`, a registered tokenizer of the user's own, a tokenizer.json, a SentencePiece .model, or a
+            folder with one of them or GPT-2's vocab.json and merges.txt.
         named_by: the option that gave the name, for messages.
         special: special tokens named by the user.
 
@@ -87,6 +100,10 @@ def load_tokenizer(name: str, named_by: str, special: SpecialTokens) -> Tokenize
         if special != SpecialTokens():
             raise UserError(f"{named_by} byte-level has its own end-of-document token (id 1); do not set another")
         return ByteTokenizer()
+    if name in extension_names("tokenizer"):
+        if special != SpecialTokens():
+            raise UserError(f"{named_by} {name} has its own end-of-document token; do not set another")
+        return _own_tokenizer(name, {}, named_by)
     path = _path(name, named_by)
     if path.is_dir():
         if (path / TOKENIZER_JSON).is_file():
