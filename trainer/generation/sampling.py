@@ -133,6 +133,7 @@ class TextStreamer:
         tokenizer: decodes ids to bytes.
         stop_strings: strings that end the text; not included in it.
         token_names: text of tokens without text of their own, such as sentinels.
+        before: the tokens that the text continues, such as a prompt.
     """
 
     def __init__(
@@ -140,13 +141,14 @@ class TextStreamer:
         tokenizer: Tokenizer,
         stop_strings: Sequence[str] = (),
         token_names: Mapping[int, str] = MappingProxyType({}),
+        before: Sequence[int] = (),
     ) -> None:
         self._tokenizer = tokenizer
         self._names = token_names
         self._stop = [string for string in stop_strings if string]
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._held = ""
-        self._tokens: list[int] = []
+        self._tokens = list(before)
         self.stopped = False
 
     def put(self, token: int) -> str:

@@ -134,7 +134,7 @@ class Generator:
         Raises:
             UserError: an invalid prompt, or non-finite logits.
         """
-        rows = [self._row(limits) for _ in prompts]
+        rows = [self._row(limits, prompt) for prompt in prompts]
         read = [self._truncated(prompt) for prompt in prompts]
         loop = self._loop(len(read), read, limits, sampling)
         for number, piece in self._pieces(loop, read, rows, seeds or [0] * len(rows)):
@@ -163,7 +163,7 @@ class Generator:
         read = [self._truncated(prompt) for prompt in prompts]
         seeds = seeds or [0] * len(read)
         loop = self._loop(min(batch_size, len(read)), read, limits, sampling)
-        rows = [self._row(limits) for _ in read]
+        rows = [self._row(limits, prompt) for prompt in read]
         order = sorted(range(len(read)), key=lambda number: -len(read[number]))
         with Progress("generating", len(read), "texts") as progress:
             for first in range(0, len(order), batch_size):
@@ -199,7 +199,7 @@ class Generator:
                     device=self._device, autocast=self._within, decoder_start_id=self._start,
                 )  # fmt: skip
                 for number, result in zip(batch, results, strict=True):
-                    row = self._row(limits)
+                    row = self._row(limits, read[number])
                     for token in result[0].tokens:
                         row.take(token)
                         if row.done:
@@ -270,8 +270,8 @@ class Generator:
         unused = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
         return torch.cuda.mem_get_info(self._device)[0] + unused
 
-    def _row(self, limits: StoppingCriteria) -> _Row:
-        return _Row(self._tokenizer, limits, self._names, answer=isinstance(self._model, T5))
+    def _row(self, limits: StoppingCriteria, prompt: Sequence[int]) -> _Row:
+        return _Row(self._tokenizer, limits, self._names, prompt, answer=isinstance(self._model, T5))
 
     def _loop(
         self, rows: int, read: Sequence[Sequence[int]], limits: StoppingCriteria, sampling: SamplingParams
@@ -314,16 +314,23 @@ class _Row:
 
     Args:
         names: text for tokens without one.
+        prompt: the tokens that the text continues.
         answer: the text is not a continuation, so the space that the tokenizer puts before every text is dropped.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, limits: StoppingCriteria, names: Mapping[int, str], *, answer: bool
+        self,
+        tokenizer: Tokenizer,
+        limits: StoppingCriteria,
+        names: Mapping[int, str],
+        prompt: Sequence[int],
+        *,
+        answer: bool,
     ) -> None:
         self._tokenizer = tokenizer
         self._answer = answer
         self._space_first = False
-        self._stream = TextStreamer(tokenizer, limits.stop_strings, names)
+        self._stream = TextStreamer(tokenizer, limits.stop_strings, names, () if answer else prompt)
         self._ends = limits.end_ids(tokenizer)
         self._tokens: list[int] = []
         self._text: list[str] = []

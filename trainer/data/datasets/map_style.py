@@ -33,7 +33,7 @@ class MapStyleSamples:
     datasets, `labels[i]` belongs to `input_ids[i]` itself, and -100 is ignored: here they are shifted by one token.
 
     Args:
-        dataset: the dataset; it is pickled into dataloader workers.
+        dataset: the dataset, not empty; it is pickled into dataloader workers.
         sequence_length: S, tokens in a row.
         tokenizer: tokenizes texts; its padding fills short rows.
         vocab_size: ids must be below.
@@ -41,9 +41,6 @@ class MapStyleSamples:
         full_rows: items must have S or S + 1 tokens and no labels, for tasks that make their own labels.
         with_padding: set `Batch.padding`.
         name: of dataset and split, for messages.
-
-    Raises:
-        UserError: it has no length, or is empty.
     """
 
     def __init__(
@@ -58,14 +55,7 @@ class MapStyleSamples:
         with_padding: bool,
         name: str,
     ) -> None:
-        try:
-            self.samples = len(dataset)
-        except TypeError as error:
-            raise UserError(
-                f"{name}: the dataset must have a length ({error}); iterable ones cannot be resumed"
-            ) from None
-        if not self.samples:
-            raise UserError(f"{name}: the dataset is empty")
+        self.samples = len(dataset)
         self.sequence_length = sequence_length
         self._dataset = dataset
         self._tokenizer = tokenizer

@@ -21,9 +21,9 @@ def own_samples(spec: DataSpec, split: Split, tokenizer: Tokenizer) -> Samples |
     The registered function or class is called for each split with those of these arguments that it takes, by name:
     `split` (train, validation or test), `tokenizer`, `sequence_length` (tokens in a sample), `seed` (`model.seed`) and
     `data` (all keys below `model.data`). Without `data` it also gets `model.data.dataset_kwargs`, by name. It returns
-    None if there is no such validation or test split; a map-style dataset (`MapStyleSamples`); or `Samples`, whose
-    batches must be pure functions of their position: a resumed run, another rank or a dataloader worker reads a
-    position from a new copy and must get the same tokens.
+    a map-style dataset (`MapStyleSamples`); None or an empty one if there is no such validation or test split; or
+    `Samples`, whose batches must be pure functions of their position: a resumed run, another rank or a dataloader
+    worker reads a position from a new copy and must get the same tokens.
 
     Raises:
         UserError: it is not registered, cannot be imported or called, or returns no samples of this length.
@@ -50,7 +50,11 @@ def own_samples(spec: DataSpec, split: Split, tokenizer: Tokenizer) -> Samples |
     elif callable(getattr(found, "batch", None)):
         if getattr(found, "sequence_length", None) == length:
             return found
-    elif hasattr(found, "__getitem__") and hasattr(found, "__len__") and not isinstance(found, Mapping | str):
+    elif hasattr(found, "__getitem__") and _has_length(found, at) and not isinstance(found, Mapping | str):
+        if not len(found):
+            if split != "train":
+                return None
+            raise UserError(f"{at}: the dataset is empty")
         return MapStyleSamples(
             found,
             length,
@@ -65,6 +69,20 @@ def own_samples(spec: DataSpec, split: Split, tokenizer: Tokenizer) -> Samples |
         f"{at}: it returned {type(found).__name__}, which is neither a map-style dataset (__len__ and __getitem__) nor "
         f"samples of `sequence_length` {length}"
     )
+
+
+def _has_length(found: Any, at: str) -> bool:
+    """Return whether a dataset has a length.
+
+    Raises:
+        UserError: its length cannot be computed.
+    """
+    if not hasattr(found, "__len__"):
+        return False
+    try:
+        return len(found) >= 0
+    except (TypeError, NotImplementedError) as error:
+        raise UserError(f"{at}: the dataset must have a length: {type(error).__name__} {error}") from None
 
 
 def _arguments(make: Callable[..., Any], offered: Mapping[str, Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
