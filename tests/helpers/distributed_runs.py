@@ -5,6 +5,7 @@ Tests use `DistributedRuns`; the functions below it run in the ranks. Every rank
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import signal
@@ -55,9 +56,9 @@ class DistributedRuns:
         Args:
             name: of the run; a run of the same name is reused.
             ranks: number of ranks.
-            changes: of `EXACT`, in the format of `tiny_run.tiny_document`; in addition `offloads` lets a CPU offload
-                to fake host memory, `late` treats it as asynchronous to the host, and `told` is a (rank, step) that
-                receives SIGTERM.
+            changes: of `EXACT`, in the format of `tiny_run.tiny_document`; in addition `registers` is a module to
+                import first, `offloads` lets a CPU offload to fake host memory, `late` treats it as asynchronous to the
+                host, and `told` is a (rank, step) that receives SIGTERM.
         """
         directory = self.folder / name
         if not directory.exists():
@@ -170,6 +171,8 @@ def _train(directory: Path, ranks: Any, changes: dict[str, Any]) -> dict[str, An
         targets.append(int(batch.num_targets))
         training_step(module, batch, batch_idx)
 
+    if module := changes.pop("registers", None):
+        importlib.import_module(module)
     if changes.pop("offloads", False):
         import deferred_copies
 
