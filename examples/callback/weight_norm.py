@@ -14,7 +14,7 @@ class WeightNorm(pl.Callback):
 
     def on_validation_start(self, trainer, pl_module):
         """Measure: on one device; sharded weights would need a sum over ranks."""
-        norm = float(torch.linalg.vector_norm(torch.stack([w.norm() for w in pl_module.model.parameters()])))
+        norm = float(torch.linalg.vector_norm(torch.stack([w.detach().norm() for w in pl_module.model.parameters()])))
         self.first = norm if self.first is None else self.first
         pl_module.log("weight_norm", norm)
         trainer.should_stop = norm > 2 * self.first
