@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from safetensors.torch import load_file
+from tiers import cases
 
 from stoker.models.config import extensions
 from stoker.trainer.cli.main import main
@@ -52,7 +53,7 @@ def commands(page: Path) -> Iterator[list[str]]:
             yield [*words, *SHRINK] if words[0] in ("train", "finetune", "plan") else words
 
 
-@pytest.mark.parametrize("folder", EXAMPLES, indirect=True, ids=lambda path: path.name)
+@pytest.mark.parametrize("folder", cases(EXAMPLES, 4), indirect=True, ids=lambda path: path.name)
 def test_every_command_runs(folder: Path, request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]) -> None:
     outputs: list[str] = []
     for words in commands(folder / "README.md"):

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import pytorch_lightning as pl
 import torch
 from config_harness import (
     AVERAGES,
@@ -50,6 +51,7 @@ from key_observables import (
     training_loss,
     validation_losses,
 )
+from pytorch_lightning.loggers.logger import DummyLogger
 
 from stoker.models import build
 from stoker.models.build import decide_compile
@@ -707,6 +709,26 @@ def own_components_get_their_settings(harness: ConfigHarness) -> None:
     assert 0 <= measured <= 1
     losses = [harness.metrics({**plain, MODEL + "loss": name})[0]["loss"] for name in (None, "mine")]
     assert losses[1] < 3 < losses[0]
+
+
+@story(TRAINER + "callbacks", MANAGER + "loggers")
+def own_callbacks_and_loggers_are_called(harness: ConfigHarness) -> None:
+    seen: list[str] = []
+
+    class Called(pl.Callback):
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            seen.append("callback")
+
+    class Log(DummyLogger):
+        def log_metrics(self, *arguments: Any, **named: Any) -> None:
+            seen.append("logger")
+
+    harness.monkeypatch.setitem(extensions._registered["callback"], "mine", Called)
+    harness.monkeypatch.setitem(extensions._registered["logger"], "mine", Log)
+    harness.metrics({TRAINER + "max_steps": 1})
+    assert not seen
+    harness.metrics({TRAINER + "max_steps": 1, TRAINER + "callbacks": ["mine"], MANAGER + "loggers": ["mine"]})
+    assert {"callback", "logger"} == set(seen)
 
 
 @story(DATA + "seq_length")

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from config_helpers import load, problems
 from safetensors.torch import load_file
-from tiers import looped
+from tiers import extra, looped
 from tiny_run import final_hashes, tiny_config, tiny_document
 from torch import nn
 
@@ -442,15 +442,16 @@ def test_a_loss_of_all_logits_is_the_built_in_one_for_every_family(tmp_path: Pat
     t5 = {name: t5[name] for name in ("micro_batch_size", "global_batch_size", "data", "optim")}
     t5 |= {"family": "t5", "seq_length": 16, "encoder": stack, "decoder": stack}
     losses: dict[str, list[float]] = {}
-    for family, changes in {"gpt": {}, "bert": {"model__family": "bert"}, "t5": {"model": t5}}.items():
+    families = {"gpt": {}, "bert": {"model__family": "bert"}, "t5": {"model": t5}}
+    for family in ("bert", *extra("gpt", "t5")):
         for loss in (None, "entropy"):
             directory = tmp_path / f"{family}-{loss}"
             short = {"trainer__max_steps": 2, "trainer__precision": 64, "trainer__limit_val_batches": 0}
-            run_training(tiny_config(directory, **short, trainer__log_every_n_steps=1, **changes, model__loss=loss))
+            changes = {**short, **families[family], "trainer__log_every_n_steps": 1, "model__loss": loss}
+            run_training(tiny_config(directory, **changes))
             lines = map(json.loads, (directory / "metrics.jsonl").read_text().splitlines())
             losses[directory.name] = [line[name] for line in lines for name in ("loss", "grad_norm")]
         assert losses[f"{family}-entropy"] == pytest.approx(losses[f"{family}-None"], rel=1e-6), family
-    assert len({tuple(values) for values in losses.values()}) >= 3
 
 
 def test_a_checkpoint_is_used_without_the_components_of_its_training(

@@ -251,7 +251,7 @@ from stoker.trainer.data.tokenizers.tokenizer import ByteTokenizer
 
 if __name__ == "__main__":
     settings = {"tokenizer": ByteTokenizer().to_dict(), "reading": asdict(ReadOptions("text", False)), "stop": False}
-    settings |= {"eod_id": None, "paths": [sys.argv[1] + "/fifo"], "kinds": ["text"]}
+    settings |= {"eod_id": None, "imports": [], "paths": [sys.argv[1] + "/fifo"], "kinds": ["text"]}
     task = Task((0, 0), {"prefix": sys.argv[1] + "/part", "spans": [(0, 0, 9)]}, None, 0)
     with WorkerPool(1, settings) as pool:
         pool.run(iter([task]), print, lambda: print(pool._workers[0].process.pid, flush=True))

@@ -77,7 +77,8 @@ def test_its_configuration_is_valid_as_it_is(run: Path, name: str) -> None:
         f"model.{name}" for name in (*others, "num_micro_batches_with_partial_activation_checkpoints")
     )
     newer |= {"exp_manager.create_report": True, "exp_manager.report_sample_tokens": 64}
-    newer |= {"model.loss": None, "trainer.validation_metrics": []}
+    newer |= {"model.loss": None, "trainer.callbacks": None}
+    newer |= {"trainer.validation_metrics": [], "exp_manager.loggers": []}
     newer |= {f"model.{block}.kwargs": {} for block in ("tokenizer", "optim", "optim.sched")}
     assert found == newer, "keys that are newer have no effect on it"
 

@@ -37,7 +37,7 @@ _FAMILY_KEYS: Mapping[Family, frozenset[str]] = {
 EXECUTION_KEYS = {
     *MemoryKeys.own_keys(),
     *("use_flash_attention", "attention_backend", "transformer_engine", "masked_softmax_fusion"),
-    *("compile", "seed", "label_smoothing", "moe_layer_recompute", "moe_grouped_gemm", "moe_per_layer_logging"),
+    *("compile", "seed", "label_smoothing", "loss", "moe_layer_recompute", "moe_grouped_gemm", "moe_per_layer_logging"),
 }
 """Keys of a model that concern execution only; they are not taken from the pretrained model."""
 SHAPES = frozenset(
