@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from . import kernels as kernels
+    from .models.block import Block as Block
+    from .models.block import Branches as Branches
     from .trainer.api.lightning_modules import BertModule as BertModule
     from .trainer.api.lightning_modules import GPTModule as GPTModule
     from .trainer.api.lightning_modules import T5Module as T5Module
@@ -33,6 +35,8 @@ __version__ = "0.1.0"
 
 _MODULES = {
     "BertModule": "trainer.api.lightning_modules",
+    "Block": "models.block",
+    "Branches": "models.block",
     "ConfigError": "trainer.config.problems",
     "GPTModule": "trainer.api.lightning_modules",
     "T5Module": "trainer.api.lightning_modules",

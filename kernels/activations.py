@@ -1,8 +1,13 @@
-"""Activation functions of MLPs, plain or as the gate of a GLU variant: in PyTorch, in Triton, and what they save."""
+"""Activation functions of MLPs, plain or as the gate of a GLU variant: in PyTorch, in Triton, and what they save.
+
+Activations of users' own are added by name (`add_activation`), run in PyTorch, and save their input alone.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -39,10 +44,75 @@ NONLINEARITIES: dict[str, Callable[[Tensor], Tensor]] = {
     "relu_squared": relu_squared,
     "silu": F.silu,
 }
+FUSED_ACTIVATIONS = frozenset(NONLINEARITIES)
+"""Activations that the Triton kernels know."""
 SAVES_ONLY_OUTPUT = frozenset({"relu"})
 """Activations whose backward needs their output instead of their input."""
 SAVES_INTERMEDIATE = frozenset({"gelu_sigmoid"})
 """Activations whose eager backward needs a further tensor of the size of their input."""
+
+
+# ---------------------------------------------------------------- users' own
+
+
+def add_activation(name: str, function: Callable[[Tensor], Tensor]) -> None:
+    """Add an elementwise function to `NONLINEARITIES`, or replace it.
+
+    It runs in the dtype of its input, without autocast, and its backward recomputes it, so that only the input is
+    saved. Compiled, the compiler decides what to save, as for other activations.
+
+    Args:
+        name: not one of `FUSED_ACTIVATIONS`.
+        function: from (...) to the same shape and dtype, of differentiable PyTorch operations, without parameters.
+    """
+    assert name not in FUSED_ACTIVATIONS
+
+    NONLINEARITIES[name] = partial(run_recomputed, partial(_checked, function))
+
+
+def run_recomputed(function: Callable[[Tensor], Tensor], inputs: Tensor) -> Tensor:
+    """Return `function(inputs)`, saving only the input; compiled, what the compiler chooses."""
+    if torch.compiler.is_compiling():
+        return function(inputs)
+    output = _Recomputed.apply(inputs, function)
+    assert isinstance(output, Tensor)
+    return output
+
+
+class _Recomputed(torch.autograd.Function):
+    """A function without parameters that saves its input and recomputes everything else."""
+
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> Tensor:
+        inputs, ctx.function = arguments
+        ctx.save_for_backward(inputs)
+        return ctx.function(inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, None]:
+        with torch.enable_grad():
+            inputs = ctx.saved_tensors[0].detach().requires_grad_()
+            output = ctx.function(inputs)
+        return torch.autograd.grad(output, inputs, gradients[0])[0], None
+
+
+def _checked(function: Callable[[Tensor], Tensor], inputs: Tensor) -> Tensor:
+    """Return the output of an activation.
+
+    Raises:
+        ValueError: its shape or dtype differ from the input's.
+    """
+    if torch.is_autocast_enabled(inputs.device.type):
+        with torch.autocast(inputs.device.type, enabled=False):
+            output = function(inputs)
+    else:
+        output = function(inputs)
+    if output.shape != inputs.shape or output.dtype != inputs.dtype:
+        raise ValueError(
+            f"`{getattr(function, '__name__', function)}` must return {tuple(inputs.shape)} of {inputs.dtype}, as its "
+            f"input is, but returned {tuple(output.shape)} of {output.dtype}; an activation is elementwise."
+        )
+    return output
 
 
 # ---------------------------------------------------------------- Triton
@@ -57,7 +127,7 @@ def _sigmoid(x):
 
 @jit
 def activation_with_derivative(x, KIND: tl.constexpr):
-    """Return act(x) and its derivative in fp32, for every name in `NONLINEARITIES`."""
+    """Return act(x) and its derivative in fp32, for every name in `FUSED_ACTIVATIONS`."""
     if KIND == "silu":
         sigmoid = _sigmoid(x)
         value = x * sigmoid

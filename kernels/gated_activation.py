@@ -6,12 +6,13 @@ output gradient are read once, and both halves of the input gradient are written
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .activations import NONLINEARITIES, activation_with_derivative
+from .activations import FUSED_ACTIVATIONS, NONLINEARITIES, activation_with_derivative, run_recomputed
 from .launch import jit, tl, triton, triton_runs_on
 
 BLOCK = 1024
@@ -142,6 +143,8 @@ def gated_activation(gate_up: Tensor, kind: str) -> Tensor:
         raise ValueError(f"`gate_up` must end in an even dimension, but ends in {gate_up.shape[-1]}.")
     if kind not in NONLINEARITIES:
         raise ValueError(f"`kind` ({kind}) must be one of {', '.join(NONLINEARITIES)}.")
+    if kind not in FUSED_ACTIVATIONS:
+        return run_recomputed(partial(reference_gated_activation, kind=kind), gate_up)
     if triton_runs_on(gate_up):
         return _gated_activation(gate_up, kind)
     return reference_gated_activation(gate_up, kind)

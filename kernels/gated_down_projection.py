@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .activations import NONLINEARITIES
+from .activations import FUSED_ACTIVATIONS, NONLINEARITIES
 from .gated_activation import gated_activation, reference_gated_activation, triton_backward
 from .launch import triton_runs_on
 
@@ -93,7 +93,7 @@ def gated_projection(gate_up: Tensor, weight: Tensor, bias: Tensor | None, kind:
         raise ValueError(
             f"`gate_up` must end in twice the width of `weight` ({weight.shape[-1]}), but ends in {gate_up.shape[-1]}."
         )
-    if not triton_runs_on(gate_up):
+    if kind not in FUSED_ACTIVATIONS or not triton_runs_on(gate_up):
         return reference_gated_projection(gate_up, weight, bias, kind)
     if torch.is_autocast_enabled(gate_up.device.type):
         dtype = torch.get_autocast_dtype(gate_up.device.type)

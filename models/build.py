@@ -27,7 +27,7 @@ from .dispatch.attention_calls import CallContext, CallKind, choose_backends
 from .dispatch.attention_choices import PlannedAttention, plan_attentions
 from .dispatch.context_calls import ContextSplit
 from .expert_parallel import apply_expert_parallel
-from .init import InitRules, initialize_
+from .init import InitRules, initialize_, own_initializers
 from .memory.host_copies import CopyEngine, CudaCopyEngine, PinnedMemoryPool
 from .memory.offload_activations import ActivationOffload
 from .memory.offload_weights import WeightOffload
@@ -207,7 +207,8 @@ def build_model(
 
 
 def _init_rules_of(model: nn.Module, described: FamilySlice) -> InitRules:
-    return replace(init_rules(described), initializers=peft_initializers(model))
+    rules = init_rules(described)
+    return replace(rules, initializers={**own_initializers(model, rules.seed), **peft_initializers(model)})
 
 
 @dataclass(frozen=True, slots=True)

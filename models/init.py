@@ -7,11 +7,13 @@ import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from .layers.attention_bias import alibi_slopes, inverse_softplus
+from .layers.own_module import OwnModule
 from .parallel.partition import RankPart, partitions_of
 from .random_tiles import draw_normal
 
@@ -37,7 +39,7 @@ class InitRules:
         norm_weight: initial norm weight; 0 if norms store the weight minus one.
         embedding_std: standard deviation of the token embeddings; None: `std`.
         prefix_rules: separate rules by prefix of the parameter name (`encoder.`).
-        initializers: initializers of PEFT parameters by name.
+        initializers: initializers by name of the parameters of PEFT and of users' own modules.
     """
 
     seed: int
@@ -132,6 +134,30 @@ def _clip(ranges: list[tuple[int, int]], first: int, count: int) -> list[tuple[i
         found.append((start + skipped, taken))
         first, count = first - skipped, count - taken
     return found
+
+
+def own_initializers(model: nn.Module, seed: int) -> dict[str, Initializer]:
+    """Return initializers of the parameters of users' own modules, and set the buffers of these, in at least fp32."""
+    found: dict[str, Initializer] = {}
+    for prefix, module in model.named_modules():
+        if not isinstance(module, OwnModule):
+            continue
+        for name, value in module.initial_tensors(key_of(seed, prefix)).items():
+            path, _, leaf = name.rpartition(".")
+            owner = module.get_submodule(path)
+            current = getattr(owner, leaf)
+            if isinstance(current, nn.Parameter):
+                found[f"{prefix}.{name}"] = partial(_given, value)
+            elif value.is_floating_point():
+                dtype = torch.promote_types(current.dtype, torch.float32)
+                setattr(owner, leaf, value.to(current.device, dtype))
+            else:
+                setattr(owner, leaf, value.to(current.device))
+    return found
+
+
+def _given(value: Tensor, name: str, shape: torch.Size, generator: torch.Generator) -> Tensor:
+    return value
 
 
 def all_rows(parameter: Tensor) -> tuple[Tensor, int]:

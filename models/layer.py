@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import partial
-from typing import Literal
+from dataclasses import replace
+from functools import cache, partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .config.dense_stack import AttentionSlice
+from .config.extensions import load_extension
 from .config.memory import RecomputeModule
 from .config.moe import MoESlice
 from .config.stack import StackSlice
@@ -54,8 +56,6 @@ from .memory.recompute import RecomputableModule, run_with_recompute, should_rec
 from .moe.moe_layer import MoE, build_moe, expert_rows, moe_memory, moe_traffic, moe_weights, runs_eager_experts
 from .parallel.traffic import Collective, recomputed
 
-BlockType = Literal["pre_ln", "post_ln", "normformer", "parallel_ln"]
-
 
 class Layer(RecomputableModule):
     """Transformer layer: residual branches of self-attention, optional cross-attention, and MLP or MoE.
@@ -75,7 +75,7 @@ class Layer(RecomputableModule):
         mlp_norm: norm of the MLP branch.
         mlp: dense feed-forward, or a mixture of experts.
         dropout: dropout of each branch output before the residual add, in training.
-        block: placement of the norms.
+        block: placement of the norms, or the name of a block of a user's own.
         attention_output_norm: norm of the self-attention output, for `normformer`.
         cross_attention_output_norm: norm of the cross-attention output, for `normformer`.
 
@@ -94,12 +94,12 @@ class Layer(RecomputableModule):
         dropout: float,
         cross_attention_norm: LayerNorm | RMSNorm | None = None,
         cross_attention: CrossAttention | None = None,
-        block: BlockType = "pre_ln",
+        block: str = "pre_ln",
         attention_output_norm: LayerNorm | RMSNorm | None = None,
         cross_attention_output_norm: LayerNorm | RMSNorm | None = None,
     ) -> None:
         super().__init__()
-        self.block: BlockType = block
+        self.block = block
         self.attention_norm = attention_norm
         self.attention = attention
         self.attention_output_norm = attention_output_norm
@@ -246,18 +246,24 @@ def build_layer(
     if cross_attention is not None:
         arguments = attention_arguments(stack, cross_attention, cross_backends or {})
         cross = CrossAttention(stack.hidden_size, **arguments)
-    return Layer(
-        block=stack.block,
-        attention_norm=norm(),
-        attention=build_self_attention(stack, backends),
-        attention_output_norm=norm() if normformer else None,
-        cross_attention_norm=None if cross is None else norm(),
-        cross_attention=cross,
-        cross_attention_output_norm=norm() if cross is not None and normformer else None,
-        mlp_norm=norm(),
-        mlp=build_mlp(stack) if stack.moe is None or not stack.moe.layers[number] else build_moe(stack, stack.moe),
-        dropout=stack.hidden_dropout,
-    )
+    parts: dict[str, Any] = {
+        "block": stack.block,
+        "attention_norm": norm(),
+        "attention": build_self_attention(stack, backends),
+        "attention_output_norm": norm() if normformer else None,
+        "cross_attention_norm": None if cross is None else norm(),
+        "cross_attention": cross,
+        "cross_attention_output_norm": norm() if cross is not None and normformer else None,
+        "mlp_norm": norm(),
+        "mlp": build_mlp(stack) if stack.moe is None or not stack.moe.layers[number] else build_moe(stack, stack.moe),
+        "dropout": stack.hidden_dropout,
+    }
+    if not stack.is_own_block:
+        return Layer(**parts)
+    made = load_extension("block", stack.block)(norm=norm, **parts)
+    if not isinstance(made, Layer):
+        raise ValueError(f"the block {stack.block} must be a subclass of stoker.Block, but made {type(made).__name__}.")
+    return made
 
 
 # ---------------------------------------------------------------- cost
@@ -281,7 +287,17 @@ def layer_weights(
     if stack.block == "normformer":  # also of the attentions' outputs, and inside the MLP
         norms += (branches - 1) * norm_parameters(stack.norm, stack.hidden_size)
         norms += norm_parameters(stack.norm, stack.mlp.ffn_hidden_size)
+    if stack.is_own_block:
+        norms += _own_parameters(replace(stack, num_layers=1, moe=None), cross)
     return weights + Weights(others=norms)
+
+
+@cache
+def _own_parameters(stack: StackSlice, cross: AttentionSlice | None) -> int:
+    """Return how many parameters more than `pre_ln` the layers of a user's own block have, by building one."""
+    with torch.device("meta"):
+        layer = build_layer(stack, 0, {}, cross, None)
+    return sum(each.numel() for each in layer.parameters()) - layer_weights(replace(stack, block="pre_ln"), cross).numel
 
 
 def _mlp_weights(stack: StackSlice, *, has_experts: bool, active: bool = False, expert_ranks: int) -> Weights:

@@ -22,7 +22,7 @@ from .config.stack import StackSlice
 from .config.t5 import T5Slice
 from .gpt import GPT
 from .layer import Layer
-from .layers.attention_bias import ScoreBiasModule
+from .layers.attention_bias import OwnBias, ScoreBiasModule
 from .layers.cross_attention import CrossAttention
 from .layers.mlp import MLP, mlp_weights
 from .layers.norm import LayerNorm, RMSNorm, norm_parameters
@@ -139,6 +139,8 @@ def _split_stack(stack: Stack, full: StackSlice, cross: AttentionSlice | None, r
 
 def _split_positions(positions: ScoreBiasModule, heads: int, ranks: TensorParallel) -> None:
     positions.select_heads(ranks.rank * heads // ranks.size, heads)
+    if isinstance(positions, OwnBias):  # every rank has all of it
+        return
     split = {  # a table (buckets, heads), or one number for each head
         name: ranks.part(even_partition(parameter.ndim - 1, ranks.size, heads))
         for name, parameter in positions.named_parameters()
@@ -178,9 +180,10 @@ def _split_mlp(mlp: MLP, width: int, ranks: TensorParallel) -> None:
 def partial_gradients(model: nn.Module, ranks: TensorParallel) -> set[str]:
     """Return the names of the replicated parameters whose gradients the ranks must sum.
 
-    These are norms of heads, of which each rank has its own, the replicated matrices of LoRA, and with sequence
-    parallelism the norms of the residual stream, the biases added to it, its adapters, routers, and experts that every
-    rank has, since each rank sees its own tokens only; other experts are no tensor-parallel parameters.
+    These are norms of heads, of which each rank has its own, position biases of users' own, the replicated matrices of
+    LoRA, and with sequence parallelism the norms of the residual stream, the biases added to it, its adapters, routers,
+    and experts that every rank has, since each rank sees its own tokens only; other experts are no tensor-parallel
+    parameters.
     """
     found: set[str] = set()
     for prefix, stack in model.named_children():
@@ -195,6 +198,8 @@ def partial_gradients(model: nn.Module, ranks: TensorParallel) -> set[str]:
                 found.add(f"{name}.bias")
             if ranks.sequence and (isinstance(module, Router) or (isinstance(module, Experts) and not module.ranks)):
                 found |= {f"{name}.{part}" for part, _ in module.named_parameters(recurse=False)}
+            if isinstance(module, OwnBias):
+                found |= {f"{name}.{part}" for part, _ in module.named_parameters()}
             if isinstance(module, LoRAColumnParallelLinear | LoRARowParallelLinear):
                 found |= {f"{name}.{part}" for part in module.partial_gradients}
     return found
@@ -227,6 +232,8 @@ def _count_partial(stack: StackSlice, cross: AttentionSlice | None, *, sequence:
     count = stack.num_layers * sum(
         2 * norm_parameters(stack.norm, each.head_dim) for each in attentions if each.qk_norm
     )
+    bias = stack.attention.position_bias
+    count += 0 if bias is None else bias.parameters
     if not sequence:
         return count
     norms = stack.num_layers * (len(attentions) + 1) + (stack.ends and stack.block != "post_ln")

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..activations import NONLINEARITIES, activation_with_derivative
+from ..activations import FUSED_ACTIVATIONS, activation_with_derivative
 from ..gated_activation import reference_gated_activation
 from ..launch import jit, rounded, tl, triton, triton_runs_on
 from ..norm_functions import NormFactors
@@ -320,7 +320,7 @@ def lora_gated_mlp(
         down_a: (r, f).
         down_b: (out, r).
         scale: alpha / r.
-        kind: a name in `NONLINEARITIES`.
+        kind: a name in `FUSED_ACTIVATIONS`.
         norm: as in `lora_linear`.
         residual: residual that the result is added to, (..., out), or None.
 
@@ -342,8 +342,8 @@ def lora_gated_mlp(
     for name, (matrix, valid) in shapes.items():
         if tuple(matrix.shape) not in valid:
             raise ValueError(f"`{name}` {tuple(matrix.shape)} must be {' or '.join(map(str, sorted(valid)))}.")
-    if kind not in NONLINEARITIES:
-        raise ValueError(f"`kind` ({kind}) must be one of {', '.join(NONLINEARITIES)}.")
+    if kind not in FUSED_ACTIVATIONS:
+        raise ValueError(f"`kind` ({kind}) must be one of {', '.join(sorted(FUSED_ACTIVATIONS))}.")
     tensors = (up, up_a, up_b, down, down_a, down_b)
     device = inputs.device.type
     if torch.is_autocast_enabled(device):

@@ -7,7 +7,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from ..activations import NONLINEARITIES
+from ..activations import FUSED_ACTIVATIONS, NONLINEARITIES
 from ..dropout import dropout as apply_dropout
 from ..launch import triton_runs_on
 from .assignments import draw_assignment_rows, sorted_assignments
@@ -100,7 +100,8 @@ def expert_mlp(
         if reason:
             raise ValueError(f"`implementation` ({implementation}) {reason}; `sequential` runs everywhere.")
         assignments = sorted_assignments(experts, len(up), kept)
-        if backend != "loop" and dropout_mask is None and use_triton(hidden):
+        fused = nonlinearity in FUSED_ACTIVATIONS and dropout_mask is None
+        if backend != "loop" and fused and use_triton(hidden):
             return fused_experts(hidden, experts, gates, weights, assignments, backend=backend, residual=residual)
         output = eager_experts(hidden, gates, weights, assignments, dropout_mask=dropout_mask, backend=backend)
     return output if residual is None else residual + output

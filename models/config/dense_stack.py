@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal, get_args
 
 from pydantic import Field
 
 from ...kernels.attention.backend_support import BackendName
+from .extension_keys import GLU_SUFFIX, ExtensionName
+from .extensions import extension_names
 from .key_block import extension_field
 from .positions import PositionBiasSlice, PositionKeys, position_bias_slice, resolve_window
 from .sizes import head_dim_of
@@ -25,9 +27,10 @@ Activation = Literal[
     "approx-gelu",
     "relu",
 ]
-Nonlinearity = Literal["gelu", "gelu_tanh", "gelu_sigmoid", "relu", "relu_squared", "silu"]
+OWN_ACTIVATION = "own:"
+"""Before the name of an activation of a user's own, as a nonlinearity."""
 
-_ACTIVATIONS: dict[str, tuple[Nonlinearity, bool]] = {
+_ACTIVATIONS: dict[str, tuple[str, bool]] = {
     "gelu": ("gelu", False),
     "approx-gelu": ("gelu_sigmoid", False),
     "relu": ("relu", False),
@@ -36,6 +39,7 @@ _ACTIVATIONS: dict[str, tuple[Nonlinearity, bool]] = {
     "swiglu": ("silu", True),
     "reglu": ("relu", True),
 }
+BlockType = Literal["pre_ln", "post_ln", "normformer", "parallel_ln"]
 Normalization = Literal["layernorm", "layernorm1p", "rmsnorm"]
 AttentionBackend = Literal["auto", "flash", "fused", "unfused", BackendName]
 
@@ -51,15 +55,16 @@ class DenseStackKeys(PositionKeys):
     """Store the norm weight minus one, for `layernorm` and `rmsnorm`; `layernorm1p` implies it."""
     qk_layernorm: bool = False
     """Apply a norm of the `normalization` kind to each query and key head, before RoPE (Qwen3)."""
-    transformer_block_type: Literal["pre_ln", "post_ln", "normformer", "parallel_ln"] = "pre_ln"
+    transformer_block_type: BlockType | Annotated[str, ExtensionName("block")] = "pre_ln"
     """Placement of the norms: `pre_ln`, before attention and MLP; `post_ln`, after the residual adds, without a final
     norm; `normformer`, as `pre_ln` and also after the attention and inside the MLP; `parallel_ln`, as `pre_ln` with
-    attention and MLP in parallel on the layer's input (stoker's own: GPT-NeoX)."""
+    attention and MLP in parallel on the layer's input (stoker's own: GPT-NeoX). Or a `block` of your own."""
     headscale: bool = False
     """Learned scale of each attention head's output, initialized to 1 (NormFormer)."""
 
-    activation: Activation = "gelu"
-    """Activation of the MLP. `fast-x` is the same as `x`: gated projections are always fused into one matrix."""
+    activation: Activation | Annotated[str, ExtensionName("activation")] = "gelu"
+    """Activation of the MLP. `fast-x` is the same as `x`: gated projections are always fused into one matrix. Or an
+    `activation` of your own, `NAME`, or `NAME-glu` as the gate of a GLU."""
     openai_gelu: bool = False
     """Use the tanh form of GELU instead of the exact (erf) form."""
     bias: bool = True
@@ -147,13 +152,21 @@ class NormSlice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MLPSlice:
-    """MLP of a layer: act(x) or, gated, act(gate) * up, each of width `ffn_hidden_size`."""
+    """MLP of a layer: act(x) or, gated, act(gate) * up, each of width `ffn_hidden_size`.
+
+    `nonlinearity` is a name in `kernels.activations.NONLINEARITIES`, or `OWN_ACTIVATION` and the name of a component.
+    """
 
     ffn_hidden_size: int
-    nonlinearity: Nonlinearity
+    nonlinearity: str
     gated: bool
     bias: bool
     dropout: float
+
+    @property
+    def is_own(self) -> bool:
+        """True for an activation of a user's own, which the fused kernels do not know."""
+        return self.nonlinearity.startswith(OWN_ACTIVATION)
 
 
 def attention_slice(keys: DenseStackKeys, *, causal: bool, max_length: int | None = None) -> AttentionSlice:
@@ -182,7 +195,7 @@ def attention_slice(keys: DenseStackKeys, *, causal: bool, max_length: int | Non
 
 def mlp_slice(keys: DenseStackKeys) -> MLPSlice:
     """Resolve the MLP."""
-    nonlinearity, gated = _ACTIVATIONS[keys.activation.removeprefix("fast-")]
+    nonlinearity, gated = _activation(keys.activation)
     if keys.openai_gelu and nonlinearity == "gelu":
         nonlinearity = "gelu_tanh"
     return MLPSlice(
@@ -192,6 +205,19 @@ def mlp_slice(keys: DenseStackKeys) -> MLPSlice:
         bias=keys.bias,
         dropout=keys.ffn_dropout,
     )
+
+
+def is_own_block(block: str) -> bool:
+    """Return True for a `transformer_block_type` of a user's own."""
+    return block not in get_args(BlockType)
+
+
+def _activation(name: str) -> tuple[str, bool]:
+    """Return the nonlinearity, and whether it is the gate of a GLU."""
+    if known := _ACTIVATIONS.get(name.removeprefix("fast-")):
+        return known
+    gated = name not in extension_names("activation")
+    return f"{OWN_ACTIVATION}{name.removesuffix(GLU_SUFFIX) if gated else name}", gated
 
 
 def norm_slice(keys: DenseStackKeys) -> NormSlice:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from .dense_stack import is_own_block
 from .key_block import Finding
 from .memory import (
     MemoryKeys,
@@ -144,6 +145,13 @@ def modules_have_an_effect(keys: MemoryKeys) -> Iterator[Finding]:
             f"`{_MODULES}` ({_listed(keys)}): `norm` has no effect with `transformer_block_type` (post_ln), where the "
             "outputs of the norms are the residual stream, which is saved anyway.",
             "use transformer_block_type=pre_ln",
+        )
+    if "norm" in modules and is_own_block(keys.transformer_block_type):
+        yield Finding.error(
+            (_MODULES, "transformer_block_type"),
+            f"`{_MODULES}` ({_listed(keys)}): `norm` is not supported with a `transformer_block_type` of your own "
+            f"({keys.transformer_block_type}), which runs its norms itself.",
+            f"leave `norm` out of {_MODULES}, or use activations_checkpoint_granularity=full",
         )
 
 

@@ -178,13 +178,13 @@ class LoRASlice:
 
     def can_skip_norm_output(self, stack: StackSlice) -> bool:
         """Return True if compiled projections with updates save the residual, saved anyway, instead of its norm."""
-        return stack.norm.kind == "rmsnorm" and stack.block != "post_ln" and not self.dropout
+        return stack.norm.kind == "rmsnorm" and stack.block != "post_ln" and not (self.dropout or stack.is_own_block)
 
     def can_fuse_mlp(self, stack: StackSlice) -> bool:
         """Return True if the LoRA MLP can be fused: both projections updated, with only a gated activation between."""
         mlp, both = stack.mlp, {"mlp_fc1", "mlp_fc2"} <= self.targets
         between = mlp.bias or mlp.dropout > 0 or self.dropout > 0 or stack.block == "normformer"
-        return both and mlp.gated and not between
+        return both and mlp.gated and not mlp.is_own and not between
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from functools import cache
+from typing import Annotated, Literal, get_args
 
 from pydantic import Field
 
 from ...kernels.relative_position_buckets import relative_buckets
 from ...kernels.rope_scaling import Llama3Scaling, RotaryScaling, YarnScaling
+from .extension_keys import ExtensionName
+from .extensions import load_extension
 from .key_block import extension_field
 from .sizes import SizeKeys, head_dim_of
 
@@ -49,10 +52,10 @@ KEYS_OF_KINDS = {
 class PositionKeys(SizeKeys):
     """Position embedding and attention window of one stack (nemo_semantics 1.5)."""
 
-    position_embedding_type: PositionEmbedding = "learned_absolute"
+    position_embedding_type: PositionEmbedding | Annotated[str, ExtensionName("attention_bias")] = "learned_absolute"
     """Learned position embeddings (`learned_absolute`; `learned_parameters`: not restarted at documents within a
     sample), rotary embedding (`rope`; `xpos` decays with distance), a bias on the attention scores (`alibi`, `kerple`,
-    `sandwich`, T5's `relative`), or `none`."""
+    `sandwich`, T5's `relative`, or an `attention_bias` of your own), or `none`."""
     rotary_percentage: float = Field(1.0, gt=0, le=1)
     """Fraction of each head's channels that is rotated."""
     rotary_base: float = Field(10000.0, gt=0)
@@ -94,17 +97,28 @@ class PositionBiasSlice:
         alibi_heads: number of first heads that have a slope (`alibi`).
         buckets: number of distance buckets (`relative`).
         max_distance: see `relative_buckets` (`relative`).
+        name: the component of a user's own (`own`).
+        heads: heads that it is made for (`own`), those of all tensor-parallel ranks.
+        parameters: its number of parameters (`own`).
     """
 
-    kind: Literal["alibi", "kerple", "sandwich", "relative"]
+    kind: Literal["alibi", "kerple", "sandwich", "relative", "own"]
     alibi_heads: int
     buckets: int
     max_distance: int
+    name: str = ""
+    heads: int = 0
+    parameters: int = 0
 
     @property
     def learned(self) -> bool:
         """True if the bias has parameters."""
-        return self.kind in ("kerple", "relative")
+        return self.kind in ("kerple", "relative") or self.parameters > 0
+
+    @property
+    def key(self) -> str:
+        """Value of `position_embedding_type`."""
+        return self.name or self.kind
 
     def max_distinct_distance(self, tokens: int, *, causal: bool) -> int:
         """Return the largest distance with its own bias for this sequence length; 0 for ALiBi, without a vector."""
@@ -148,14 +162,30 @@ def rotary_dim_of(keys: PositionKeys) -> int:
 def position_bias_slice(keys: PositionKeys) -> PositionBiasSlice | None:
     """Resolve the position bias; None for other position embedding types."""
     kind = keys.position_embedding_type
-    if kind not in ("alibi", "kerple", "sandwich", "relative"):
+    if kind not in get_args(PositionEmbedding):
+        kind = "own"
+    elif kind not in ("alibi", "kerple", "sandwich", "relative"):
         return None
+    own = (keys.position_embedding_type, keys.num_attention_heads) if kind == "own" else ("", 0)
     return PositionBiasSlice(
         kind=kind,
         alibi_heads=keys.num_attention_heads_alibi or keys.num_attention_heads,
         buckets=keys.relative_attention_num_buckets,
         max_distance=keys.relative_attention_max_distance,
+        name=own[0],
+        heads=own[1],
+        parameters=_count_parameters(*own) if kind == "own" else 0,
     )
+
+
+@cache
+def _count_parameters(name: str, heads: int) -> int:
+    """Count the parameters of an attention bias of a user's own.
+
+    Raises:
+        LookupError, ValueError: it is not registered, or cannot be imported.
+    """
+    return sum(parameter.numel() for parameter in load_extension("attention_bias", name)(heads).parameters())
 
 
 def rotary_scaling(keys: PositionKeys) -> RotaryScaling | None:

@@ -8,10 +8,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Literal
 
 from ...kernels.attention.backend_support import BACKENDS_BY_NAME
-from .dense_stack import AttentionSlice, MLPSlice, NormSlice, attention_slice, mlp_slice, norm_slice
+from .dense_stack import AttentionSlice, MLPSlice, NormSlice, attention_slice, is_own_block, mlp_slice, norm_slice
 from .key_block import Finding
 from .memory import (
     MemoryKeys,
@@ -38,7 +37,7 @@ class StackSlice:
     """Stack of transformer layers.
 
     Attributes:
-        block: placement of the norms in a layer.
+        block: placement of the norms in a layer, a `BlockType` or the name of a block of a user's own.
         hidden_dropout: dropout probability of attention and MLP outputs before the residual add, and of the embeddings.
         norm: all norms of the stack.
         mlp: MLP of the dense layers.
@@ -51,7 +50,7 @@ class StackSlice:
 
     num_layers: int
     hidden_size: int
-    block: Literal["pre_ln", "post_ln", "normformer", "parallel_ln"]
+    block: str
     hidden_dropout: float
     attention: AttentionSlice
     rotary: RotarySlice | None
@@ -64,6 +63,11 @@ class StackSlice:
     offload: OffloadSlice | None
     begins: bool = True
     ends: bool = True
+
+    @property
+    def is_own_block(self) -> bool:
+        """True if the layers are a block of a user's own."""
+        return is_own_block(self.block)
 
     def recomputed_modules(
         self, layer: int, *, offloading: bool, whole: bool | None = None

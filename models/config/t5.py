@@ -8,7 +8,8 @@ from typing import ClassVar
 
 from pydantic import Field
 
-from .dense_stack import AttentionSlice
+from .dense_stack import AttentionSlice, is_own_block
+from .extensions import load_extension
 from .key_block import Finding, extension_field
 from .model import ModelKeys, ModelSlice, resolve_vocab_sizes
 from .position_rules import relative_buckets_are_valid, window_masks_nothing, xpos_needs_causal_mask
@@ -167,6 +168,20 @@ def t5_rules(keys: T5Keys) -> Iterator[Finding]:
     yield from logit_scaling_needs_tied_head(keys)
     yield from encoder_window_is_shorter_than_sequences(keys)
     yield from cross_attention_bias_needs_relative_positions(keys)
+    yield from decoder_block_has_cross_attention(keys)
+
+
+def decoder_block_has_cross_attention(keys: T5Keys) -> Iterator[Finding]:
+    """A block of a user's own in the decoder attends to the encoder."""
+    kind = keys.decoder.transformer_block_type
+    if is_own_block(kind) and not getattr(load_extension("block", kind), "has_cross_attention", False):
+        yield Finding.error(
+            ("decoder.transformer_block_type",),
+            f"`decoder.transformer_block_type` ({kind}) has no cross-attention (`has_cross_attention` is not True), "
+            "which the decoder of a T5 needs.",
+            "use it in model.encoder, or give the class `has_cross_attention = True` and call "
+            "`branches.cross_attention`",
+        )
 
 
 def stacks_have_equal_width(keys: T5Keys) -> Iterator[Finding]:

@@ -184,11 +184,11 @@ def _attention_problems(
     bias = attention.position_bias
     if bias is not None and bias.learned and split.ring_ranks > 1:
         cure = ", whose gradient takes all keys of a query in one call; use cp_comm_type=a2a or all_gather."
-        yield f"{exchange} does not support a learned `position_embedding_type` ({bias.kind})", cure
+        yield f"{exchange} does not support a learned `position_embedding_type` ({bias.key})", cure
     if attention.dropout and form.packed and split.exchange != "a2a":
         cure = ", whose masks are functions of places in them; use cp_comm_type=a2a, or attention_dropout=0."
         yield f"{exchange} does not support `attention_dropout` ({attention.dropout}) of packed documents", cure
-    places = [f"`position_embedding_type` ({bias.kind})"] if bias is not None else []
+    places = [f"`position_embedding_type` ({bias.key})"] if bias is not None else []
     places += [f"`window_size` ({list(attention.window)})"] if attention.window is not None else []
     aligned = split.exchange == "a2a" or (split.exchange == "all_gather" and attention.causal)
     if form.packed and places and not aligned:

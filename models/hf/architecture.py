@@ -65,14 +65,15 @@ class Architecture:
         """
         values = {name: value for name, value in config.fields.items() if name not in ignored}
         own_fields = {field for part in self.field_mappings for field in part.fields}
-        parts = (*self.field_mappings, *(part for part in REQUIRED_VALUES if not own_fields & set(part.fields)))
+        known = own_fields | self.ignored_fields
+        parts = (*self.field_mappings, *(part for part in REQUIRED_VALUES if not known & set(part.fields)))
         keys, problems = read_fields(
             parts, HFConfig(values, config.has_separate_head), IGNORED_FIELDS | self.ignored_fields
         )
         architectures = values.get("architectures")
-        known = {self.name, *self.aliases}
+        names = {self.name, *self.aliases}
         if architectures is not None and not (
-            isinstance(architectures, list) and all(name in known for name in architectures)
+            isinstance(architectures, list) and all(name in names for name in architectures)
         ):
             problems.insert(
                 0,

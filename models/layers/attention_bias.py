@@ -7,15 +7,19 @@ vector of terms by distance, per head, from which the backends compute the bias.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from ...kernels.relative_position_buckets import relative_buckets
 from ..config.dense_stack import AttentionSlice
+from ..config.extensions import load_extension
+from .own_module import build_seeded, tensors_of
 from .position_embeddings import ComputedTable
 
 
@@ -230,7 +234,54 @@ class CrossRelativeBias(RelativeBias):
         return ScoreBias(F.embedding(places, _wide(self.table)).t().contiguous())
 
 
-ScoreBiasModule = ALiBi | Kerple | Sandwich | RelativeBias
+class OwnBias(nn.Module):
+    """Position bias of a user's own, computed in at least fp32.
+
+    On tensor-parallel ranks each computes the terms of all heads, and selects those of its own.
+
+    Args:
+        name: name of the component, a module class that is called with the number of heads. Its forward maps distances,
+            key position minus query position, int64 (L,), to terms (heads, L); its parameters are initialized by it.
+        all_heads: query heads of all tensor-parallel ranks.
+        heads: those of this rank.
+    """
+
+    place: Tensor
+
+    def __init__(self, name: str, all_heads: int, heads: int) -> None:
+        super().__init__()
+        self.rebuild: Callable[[], nn.Module] = partial(load_extension("attention_bias", name), all_heads)
+        self.name, self.all_heads, self.heads, self.first_head = name, all_heads, heads, 0
+        self.bias = self.rebuild()
+        self.register_buffer("place", torch.empty(0), persistent=False)
+
+    def select_heads(self, first: int, heads: int) -> None:
+        """Be the bias of this rank's heads among `heads`, from `first` on (tensor parallelism)."""
+        self.first_head = first
+
+    def initial_tensors(self, seed: int) -> dict[str, Tensor]:
+        """See `OwnModule`."""
+        return {f"bias.{name}": tensor for name, tensor in tensors_of(build_seeded(self.rebuild, seed))}
+
+    def forward(self, queries: int, keys: int) -> ScoreBias:
+        """Return the terms for the distances of `queries` and `keys` tokens.
+
+        Raises:
+            ValueError: they have another shape.
+        """
+        reach = _reach(queries, keys)
+        distances = torch.arange(-reach, reach + 1, device=self.place.device)
+        parameters = {name: _wide(parameter) for name, parameter in self.bias.named_parameters()}
+        terms = functional_call(self.bias, parameters, (distances,))
+        if terms.shape != (self.all_heads, len(distances)):
+            raise ValueError(
+                f"`forward` of the attention bias {self.name} must return {(self.all_heads, len(distances))}, (heads, "
+                f"distances), but returned {tuple(terms.shape)}."
+            )
+        return ScoreBias(_wide(terms[self.first_head : self.first_head + self.heads]).contiguous())
+
+
+ScoreBiasModule = ALiBi | Kerple | Sandwich | RelativeBias | OwnBias
 
 
 def build_score_bias(attention: AttentionSlice) -> ScoreBiasModule | None:
@@ -241,6 +292,8 @@ def build_score_bias(attention: AttentionSlice) -> ScoreBiasModule | None:
     match distance.kind:
         case "alibi":
             return ALiBi(attention.heads, distance.alibi_heads)
+        case "own":
+            return OwnBias(distance.name, distance.heads, attention.heads)
         case "kerple":
             return Kerple(attention.heads)
         case "sandwich":
@@ -262,4 +315,6 @@ def position_bias_parameters(attention: AttentionSlice) -> int:
     bias = attention.position_bias
     if bias is None or not bias.learned:
         return 0
+    if bias.kind == "own":
+        return bias.parameters
     return attention.heads * (bias.buckets if bias.kind == "relative" else 3)

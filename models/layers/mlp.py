@@ -6,11 +6,18 @@ from functools import partial
 
 from torch import Tensor, nn
 
-from ...kernels.activations import NONLINEARITIES, SAVES_INTERMEDIATE, SAVES_ONLY_OUTPUT
+from ...kernels.activations import (
+    FUSED_ACTIVATIONS,
+    NONLINEARITIES,
+    SAVES_INTERMEDIATE,
+    SAVES_ONLY_OUTPUT,
+    add_activation,
+)
 from ...kernels.gated_activation import gated_activation
 from ...kernels.gated_down_projection import gated_projection
 from ...kernels.launch import triton_runs_on
-from ..config.dense_stack import MLPSlice
+from ..config.dense_stack import OWN_ACTIVATION, MLPSlice
+from ..config.extensions import load_extension
 from ..config.stack import StackSlice
 from ..memory.recompute import RecomputableModule, run_with_recomputed_input
 from ..parallel.linear import column_traffic, row_traffic
@@ -88,6 +95,7 @@ class MLP(RecomputableModule):
         if not self.is_recomputed:
             return linear_add_residual(residual, self.down, self._inner(projected, inner_mask), down_mask)
         fusable = self.inner_norm is None and not self.dropout and type(self.down) is nn.Linear
+        fusable = fusable and self.nonlinearity in FUSED_ACTIVATIONS
         if self.gated and fusable and triton_runs_on(projected):
             output = gated_projection(projected, self.down.weight, self.down.bias, self.nonlinearity)
         else:
@@ -110,9 +118,20 @@ class MLP(RecomputableModule):
         return inner
 
 
+def load_activation(mlp: MLPSlice) -> None:
+    """Add an activation of a user's own to `NONLINEARITIES`; built-in ones are there.
+
+    Raises:
+        LookupError, ValueError: it is not registered, or cannot be imported.
+    """
+    if mlp.is_own:
+        add_activation(mlp.nonlinearity, load_extension("activation", mlp.nonlinearity.removeprefix(OWN_ACTIVATION)))
+
+
 def build_mlp(stack: StackSlice, ffn_hidden_size: int | None = None) -> MLP:
     """Build the MLP of a layer, or one of another width, such as a shared expert."""
     mlp = stack.mlp
+    load_activation(mlp)
     width = ffn_hidden_size or mlp.ffn_hidden_size
     return MLP(
         stack.hidden_size,

@@ -13,6 +13,7 @@ from ...kernels.moe.expert_mlps import expert_mlp
 from ..config.moe import MoESlice
 from ..config.stack import StackSlice
 from ..layers.dropout import ACTIVATION, LayerDropout, require_dropout
+from ..layers.mlp import load_activation
 from ..parallel.expert import ExpertParallel
 from .dispatch import DISPATCHERS, DispatcherName, ExpertInputs
 from .router import Routing
@@ -141,6 +142,7 @@ class Experts(nn.Module):
 def build_experts(stack: StackSlice, moe: MoESlice) -> Experts:
     """Build the experts of a layer."""
     mlp = stack.mlp
+    load_activation(mlp)
     return Experts(
         moe.experts,
         stack.hidden_size,

@@ -240,7 +240,8 @@ def _dispatch_traffic(inputs: StackInputs, moe: MoESlice) -> tuple[Collective, .
 
 def runs_eager_experts(inputs: StackInputs, moe: MoESlice) -> bool:
     """Return True if the experts run as separate operations, not as the fused one that saves less."""
-    return inputs.lora_experts or bool(moe.dropout) or moe.pad_to_capacity or moe.implementation == "sequential"
+    separate = inputs.lora_experts or bool(moe.dropout) or moe.pad_to_capacity or moe.implementation == "sequential"
+    return separate or inputs.stack.mlp.is_own
 
 
 def moe_memory(inputs: StackInputs, moe: MoESlice) -> PartMemory:

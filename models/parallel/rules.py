@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from ..config.bert import BertKeys
+from ..config.dense_stack import is_own_block
 from ..config.families import FamilyKeys, keys_by_stack
 from ..config.key_block import Finding
 from ..config.model import resolve_vocab_sizes
@@ -192,7 +193,20 @@ def sequence_parallel_tokens_divide(model: SplitModel) -> Iterator[Finding]:
             )
 
 
+def own_blocks_are_not_split(model: SplitModel) -> Iterator[Finding]:
+    """How the ranks share what a user's own block does between its parts is not known."""
+    for prefix, keys in model.stacks.items():
+        if model.mesh.tensor > 1 and is_own_block(keys.transformer_block_type):
+            yield Finding.error(
+                (TENSOR, f"{prefix}transformer_block_type"),
+                f"`tensor_model_parallel_size` ({model.mesh.tensor}) is not supported with a `transformer_block_type` "
+                f"of your own ({keys.transformer_block_type})",
+                f"{TENSOR}=1",
+            )
+
+
 TENSOR_RULES: tuple[Rule, ...] = (
+    own_blocks_are_not_split,
     heads_divide_by_ranks,
     groups_and_ranks_divide,
     channels_divide_by_ranks,

@@ -5,14 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from typing import get_args
 
-from ...models.config.dense_stack import Activation
+from ...models.config.dense_stack import Activation, BlockType
 from ...models.config.extensions import ComponentT, Kind
 from ...models.config.extensions import register as register_component
+from ...models.config.hf_names import HF_ARCHITECTURES
+from ...models.config.positions import PositionEmbedding
 from ..config.component_keys import COMPONENT_KEYS
 
 _BUILT_IN: Mapping[Kind, Collection[str]] = {
     "activation": get_args(Activation),
+    "attention_bias": get_args(PositionEmbedding),
+    "block": get_args(BlockType),
     "metric": ("loss",),  # `val_loss` is the cross-entropy
+    "weight_map": HF_ARCHITECTURES,
     **{key.kind: key.built_in for key in COMPONENT_KEYS if key.built_in},
 }
 """Names of stoker's own components, and names that no component may have."""

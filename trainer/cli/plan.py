@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
     from ..core.run_summary import host_offload_keys
     from ..plan.planned_target import known_vocabulary, planned_target
     from ..plan.report import plan_document, report_lines
-    from ..plan.run_plan import make_plan, useless_recompute_notes
+    from ..plan.run_plan import make_plan, own_block_notes, useless_recompute_notes
     from ..plan.search import search, suggest_changes
 
     root, given = config.root, _given(config, args.overrides)
@@ -97,6 +97,7 @@ def run(args: argparse.Namespace) -> int:
     ]
     notes = [
         *_notes(root.trainer, args.device, target, offloaded),
+        *own_block_notes(plan),
         *useless_recompute_notes(plan),
         *filter(None, [unknown]),
     ]

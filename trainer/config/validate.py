@@ -8,6 +8,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from ...models.config.extensions import extension_names
 from ...models.config.model import FAMILIES, Family
 from . import dotted_paths
 from .dotted_paths import Tree
@@ -79,7 +80,7 @@ def _invalid_paths(error: ValidationError, given: Tree) -> Iterable[str]:
 def _problem(path: str, value: Any, origin_of: Origins, family: Family) -> Problem:
     key = schema_keys(family).get(path)
     if key is not None:
-        rule, fix = f"must be {key.kind}{_kind_note(value, key)}", _fix(key, value)
+        rule, fix = f"must be {key.kind}{_extensions(key)}{_kind_note(value, key)}", _fix(key, value)
     elif enclosing_open_block(path) is not None:
         rule, fix = "must be text, a number, true or false", ""
     else:
@@ -89,6 +90,11 @@ def _problem(path: str, value: Any, origin_of: Origins, family: Family) -> Probl
         elif isinstance(value, list) and f"{path}.file_names" in schema_keys(family):
             fix = quoted_override(f"{path}.file_names", format_value(value))
     return Problem(path, format_value(value), origin_of(path), rule, fix)
+
+
+def _extensions(key: SchemaKey) -> str:
+    """Return the registered components that a key accepts, in parentheses."""
+    return "" if key.extends is None else f" ({', '.join(extension_names(key.extends)) or 'there is none'})"
 
 
 def _kind_note(value: Any, key: SchemaKey) -> str:
@@ -127,8 +133,9 @@ def _fix(key: SchemaKey, value: Any) -> str:
     if isinstance(value, str) and value.lower() in ("none", "no", "off") and key.kind.endswith("or null"):
         return f"write {key.path}=null"
     if isinstance(value, str) and key.choices:
-        near = closest(value, [str(choice) for choice in key.choices])
-        return f"did you mean {key.path}={near}?" if near else _example(key)
+        near = closest(value, [*map(str, key.choices), *(extension_names(key.extends) if key.extends else ())])
+        fix = f"did you mean {key.path}={near}?" if near else _example(key)
+        return f"{fix}{'' if near else ';'} if it is your own, give its module with --import" if key.extends else fix
     if isinstance(value, str) and "${" in value:
         return "environment variables are not resolved here; set the key"
     if value is None:

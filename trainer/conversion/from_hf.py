@@ -27,7 +27,7 @@ from ...kernels.attention.flags import AttentionFlags
 from ...models.build import LanguageModel, build_model
 from ...models.config.peft import PeftSlice
 from ...models.hf.architecture import Architecture, geometry_of, slice_from_keys, unflatten_keys
-from ...models.hf.architectures import MODEL_TYPES, architecture_of
+from ...models.hf.architectures import architecture_of, model_types
 from ...models.hf.config_fields import HFConfig, format_value
 from ...models.hf.llama import LLAMA
 from ...models.hf.weight_layout import Geometry, Shape, num_elements
@@ -180,10 +180,14 @@ def open_source(path: Path) -> Iterator[HFSource]:
     config = read_object(path, CONFIG)
     if config is None:
         raise UserError(f"{path} holds no {CONFIG}")
-    architecture = architecture_of(config)
+    try:
+        architecture, known = architecture_of(config), ", ".join(model_types())
+    except ValueError as error:
+        raise UserError(str(error)) from None
     if architecture is None:
         raise UserError(
-            f"{path}: `model_type` ({format_value(config.get('model_type'))}) is none of {', '.join(MODEL_TYPES)}"
+            f"{path}: `model_type` ({format_value(config.get('model_type'))}) is none of {known}; if you have a "
+            "`weight_map` of your own for it, give its module with --import"
         )
     with open_folder_tensors(path, architecture.weights.canonical_name) as tensors:
         yield HFSource(
@@ -268,7 +272,8 @@ def _placed(
     """Return the mapping of each parameter to the source tensors, and the attention geometry."""
     shapes, geometry = parameter_layout(run, tokenizer)
     placed, unmapped = architecture.weights.map_parameters(shapes, geometry)
-    assert not unmapped, unmapped  # every parameter of the described model is in its weights
+    if unmapped:  # of a user's own: built-in architectures have all parameters of the models that they describe
+        raise UserError([f"{architecture.name}: no rule for", *(f"  {name}" for name in unmapped)])
     return placed, geometry
 
 

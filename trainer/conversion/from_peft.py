@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ...models.config.peft import IA3Slice, LoRASlice
-from ...models.hf.architectures import ARCHITECTURES
+from ...models.hf.architectures import all_architectures
 from ...models.hf.config_fields import format_value
 from ...models.hf.weight_layout import Geometry
 from ..checkpoint.hf_files import ADAPTER_CONFIG, ADAPTER_TENSORS, read_object, resolve_in_folder
@@ -274,7 +274,7 @@ def _fitting(folder: PeftFolder, run: ResolvedRun, tokenizer: Tokenizer) -> tupl
     """
     shapes, geometry = parameter_layout(run, tokenizer)
     unknown: list[str] | None = None
-    for architecture in ARCHITECTURES:
+    for architecture in all_architectures():
         if architecture.family != run.model.family:
             continue
         targets = list(lora_targets(architecture.weights.map_parameters(shapes, geometry)[0]))

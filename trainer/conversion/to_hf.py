@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ...models.config.families import FamilyKeys
 from ...models.hf.architecture import Architecture, slice_differences, slice_from_keys, unflatten_keys
-from ...models.hf.architectures import ARCHITECTURES, MODEL_TYPES
+from ...models.hf.architectures import all_architectures, model_types
 from ...models.hf.config_fields import FieldError, HFConfig
 from ...models.hf.weight_layout import Geometry
 from ...models.hf.weight_map import ParameterMapping
@@ -121,7 +121,7 @@ def choose_architecture(run: ResolvedRun, tokenizer: Tokenizer, model_type: str 
     tried: list[tuple[str, list[str]]] = []
     shapes, geometry = parameter_layout(run, tokenizer)
     vocab_size = geometry.vocab_size
-    for architecture in ARCHITECTURES:
+    for architecture in _architectures():
         if architecture.family != run.model.family or model_type not in (None, architecture.model_type):
             continue
         problems: list[str] = []
@@ -138,12 +138,19 @@ def choose_architecture(run: ResolvedRun, tokenizer: Tokenizer, model_type: str 
         tried.append((architecture.name, problems))
     if not tried:
         raise UserError(
-            f"--model-type {model_type} is none of {', '.join(MODEL_TYPES)}, or not of `family: {run.model.family}`"
+            f"--model-type {model_type} is none of {', '.join(model_types())}, or not of `family: {run.model.family}`"
         )
     closest, problems = min(tried, key=lambda entry: len(entry[1]))
     names = ", ".join(dict.fromkeys(name for name, _ in tried))
     lines = truncate_lines(problems, _SHOWN, indent="  ")
     raise UserError([f"no Hugging Face architecture supports this model ({names}); problems with {closest}:", *lines])
+
+
+def _architectures() -> tuple[Architecture, ...]:
+    try:
+        return all_architectures()
+    except ValueError as error:
+        raise UserError(str(error)) from None
 
 
 def _changes(architecture: Architecture, config: Mapping[str, Any], run: ResolvedRun, vocab_size: int) -> list[str]:

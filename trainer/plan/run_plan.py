@@ -177,6 +177,16 @@ def useless_recompute_notes(plan: Plan) -> list[str]:
     return list(ineffective_recompute_messages(run.family, run.decisions, run.peft, compiled=run.compiled))
 
 
+def own_block_notes(plan: Plan) -> list[str]:
+    """Say what is not known of the layers of users' own blocks."""
+    blocks = {stack.block: None for stack in plan.inputs.family.stacks if stack.is_own_block}
+    return [
+        f"`transformer_block_type` ({block}) is your own: its parameters are counted; its memory and time are those of "
+        "pre_ln, since what it does between attention and MLP is not known"
+        for block in blocks
+    ]
+
+
 def effective_recompute(run: RunInputs) -> tuple[RecomputeSlice | None, ...]:
     """Return, for each stack, the part of its recomputation that saves memory."""
     return memory_saving_recompute(run.family, run.decisions, run.peft, compiled=run.compiled)

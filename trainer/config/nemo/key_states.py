@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+from ....models.config.extensions import extension_names
 from ....models.config.key_block import Finding
 from ....models.config.model import FAMILIES, Family
 from ...utils.redaction import redact_value
@@ -230,6 +231,8 @@ class KeyStates:
         if unsupported is None:
             return Verdict(path, value, KeyState.ACTS)
         key = self._keys[path]
+        if key.extends and value in extension_names(key.extends):
+            return Verdict(path, value, KeyState.ACTS)
         choices = ", ".join(format_value(choice) for choice in key.choices)
         fix = f"{path}={unsupported.use}" if unsupported.use else f"{path} takes {choices or key.kind}"
         for name, needed in unsupported.needs:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from ....models.config.extensions import extension_names
 from ....models.config.key_block import Finding
 from ....models.config.model import Family
 from ....models.config.positions import BOUNDED_POSITION_TYPES
@@ -74,7 +75,8 @@ def apply_nemo_aliases(tree: Tree, moved: dict[str, str]) -> Iterator[Finding]:
     for path in (f"{stack}.{name}" for stack in STACKS[family] for name in _CASE_INSENSITIVE):
         value = dotted_paths.get(tree, path)
         known = [*map(str, keys[path].choices), *map(str, unsupported_values().get(without_stack(path), ()))]
-        if isinstance(value, str) and value not in known:
+        kind = keys[path].extends
+        if isinstance(value, str) and value not in (*known, *(extension_names(kind) if kind else ())):
             matches = [choice for choice in known if choice.lower() == value.lower()]
             if matches:
                 dotted_paths.put(tree, path, matches[0])

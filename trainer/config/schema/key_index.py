@@ -10,17 +10,21 @@ from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 import annotated_types
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from ....models.config.extension_keys import ExtensionName
+from ....models.config.extensions import Kind
 from ....models.config.key_block import ComponentName
 from ....models.config.model import FAMILIES, Family
 from ..dotted_paths import Tree, join
 from ..yaml_reader import YamlError, parse_yaml
 from .root import MODEL_BLOCKS, RootBlock
+
+MarkT = TypeVar("MarkT")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +37,7 @@ class SchemaKey:
         description: description (the docstring of the field).
         kind: accepted type in words: `an integer >= 1, or null`.
         choices: accepted values, if they are a closed list; besides, components of the user's own may be named.
+        extends: kind of the components that must be registered to be named, or None.
         own: True for a key of stoker's that NeMo does not have.
         is_text: True if it takes text only (and null).
         is_open: True for a block with arbitrary keys (`env_vars`).
@@ -43,6 +48,7 @@ class SchemaKey:
     description: str
     kind: str
     choices: tuple[Any, ...]
+    extends: Kind | None
     own: bool
     is_text: bool
     is_open: bool
@@ -113,8 +119,13 @@ def _key(path: str, field: FieldInfo, default: Any) -> SchemaKey:
     annotation: Any = Annotated[field.annotation, *field.metadata] if field.metadata else field.annotation
     members = _members(annotation)
     choices = tuple(value for member in members if get_origin(member) is Literal for value in get_args(member))
+    extends: Kind | None = next((mark.kind for member in members if (mark := _mark(member, ExtensionName))), None)
     only_choices = all(
-        get_origin(member) is Literal or member is types.NoneType or _component_name(member) for member in members
+        get_origin(member) is Literal
+        or member is types.NoneType
+        or _mark(member, ComponentName)
+        or _mark(member, ExtensionName)
+        for member in members
     )
     kinds = {member for member in map(_unannotated, members) if member is not types.NoneType}
     return SchemaKey(
@@ -123,6 +134,7 @@ def _key(path: str, field: FieldInfo, default: Any) -> SchemaKey:
         description=_one_line(field.description),
         kind=_describe(annotation, field.examples),
         choices=choices if only_choices else (),
+        extends=extends,
         own=isinstance(extra, dict) and bool(extra.get("own")),
         is_text=kinds == {str},
         is_open=any(get_origin(_unannotated(member)) is dict for member in members),
@@ -148,10 +160,10 @@ def _unannotated(annotation: Any) -> Any:
     return _unannotated(get_args(annotation)[0]) if get_origin(annotation) is Annotated else annotation
 
 
-def _component_name(annotation: Any) -> ComponentName | None:
+def _mark(annotation: Any, kind: type[MarkT]) -> MarkT | None:
     """Return the mark of a type that names components of the user's own."""
     metadata = get_args(annotation)[1:] if get_origin(annotation) is Annotated else ()
-    return next((mark for mark in metadata if isinstance(mark, ComponentName)), None)
+    return next((mark for mark in metadata if isinstance(mark, kind)), None)
 
 
 def _describe(annotation: Any, examples: list[Any] | None = None) -> str:
@@ -167,8 +179,10 @@ _NAMES = {int: "an integer", float: "a number", bool: "true or false", str: "tex
 
 def _describe_member(annotation: Any, examples: list[Any] | None) -> str:
     bare = _unannotated(annotation)
-    if mark := _component_name(annotation):
+    if mark := _mark(annotation, ComponentName):
         return mark.description
+    if extension := _mark(annotation, ExtensionName):
+        return f"the name of a registered `{extension.kind}`"
     if get_origin(bare) is Literal:
         values = [format_value(value) for value in get_args(bare)]
         return values[0] if len(values) == 1 else "one of " + ", ".join(values)
