@@ -99,6 +99,17 @@ def harness(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pyt
 
 
 @pytest.fixture
+def own_components(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Register those of `own_components`, and no others, for this test."""
+    from own_components import register_all
+
+    from stoker.models.config import extensions
+
+    monkeypatch.setattr(extensions, "_registered", {kind: {} for kind in extensions.KINDS})
+    register_all()
+
+
+@pytest.fixture
 def without_plots(monkeypatch: pytest.MonkeyPatch) -> None:
     """Disable the expert load figure of MoE runs, as if matplotlib were missing: drawing takes longer than the run."""
     from stoker.trainer.callbacks import expert_load

@@ -15,10 +15,13 @@ LENGTH, DECODER_LENGTH, BATCH, VOCAB = 16, 8, 2, 90
 
 def keys_of(changes: dict[str, Any]) -> Any:
     """Return the keys of a small model of `changes["family"]`, with two stacks in a T5; `peft` is not one of them."""
+    from own_components import register_all
+
     from stoker.models.config.bert import BertKeys
     from stoker.models.config.gpt import GPTKeys
     from stoker.models.config.t5 import T5Keys
 
+    register_all()
     changes = {name: value for name, value in changes.items() if name != "peft"}
     family = changes.pop("family", "gpt")
     stack = {

@@ -48,6 +48,10 @@ CASES: dict[str, dict[str, Any]] = {kind: {"position_embedding_type": kind} for 
         "position_embedding_type": "rope", **MOE, "moe_expert_capacity_factor": 0.5,
         "moe_pad_expert_input_to_capacity": True,
     },
+    "own_bias": {
+        "position_embedding_type": "own_kerple", "transformer_block_type": "own_pre_ln", "window_size": [7, 0],
+    },
+    "own_activation": {"position_embedding_type": "own_alibi", "activation": "own_mish-glu"},
     "experts_sinkhorn": {"position_embedding_type": "rope", **MOE, "moe_router_load_balancing_type": "sinkhorn"},
 }  # fmt: skip
 
@@ -81,7 +85,8 @@ def same(mine: Tensor, theirs: Tensor) -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("case", cases(CASES, fast=4))
+@pytest.mark.usefixtures("own_components")
+@pytest.mark.parametrize("case", dict.fromkeys([*cases(CASES, fast=4), "own_bias"]))
 def test_every_step_gives_what_the_whole_text_gives(case: str) -> None:
     """Texts of 1, 9 and 20 tokens go on together to the last slot; a second batch finds nothing of the first."""
     model = gpt(**CASES[case])
@@ -173,11 +178,17 @@ T5_CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         {"position_embedding_type": "rope", "num_query_groups": 2, "window_size": [3, 0], "headscale": True},
         {},
     ),
+    "own": (
+        {"position_embedding_type": "own_kerple", "transformer_block_type": "own_pre_ln"},
+        {"position_embedding_type": "own_kerple", "transformer_block_type": "own_pre_ln"},
+        {},
+    ),
     "experts_normed": ({"position_embedding_type": "alibi"}, {**MOE, "qk_layernorm": True}, {}),
 }
 
 
 @torch.no_grad()
+@pytest.mark.usefixtures("own_components")
 @pytest.mark.parametrize("case", cases(T5_CASES, fast=3))
 @pytest.mark.parametrize("per_memory", cases([1, 2], fast=1))
 def test_a_t5_writes_what_the_whole_text_gives(case: str, per_memory: int) -> None:

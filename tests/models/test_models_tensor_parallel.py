@@ -41,6 +41,7 @@ CASES: list[tuple[Any, ...]] = [
     ({**LLAMA, f"{RECOMPUTE}_modules": ["norm", "mlp_activation", "core_attention"]}, True),
     ({**LLAMA, **DROPOUTS, f"{RECOMPUTE}_modules": ["norm", "mlp_activation", "core_attention"]}, True),
     ({**T5, **DROPOUTS, "embedding_dropout": 0.25}, True),
+    ({"position_embedding_type": "own_kerple", "activation": "own_mish-glu"}, True),
     *extra(
         *(
             ({**keys, **DROPOUTS}, sequence)

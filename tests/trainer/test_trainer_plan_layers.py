@@ -24,6 +24,8 @@ from stoker.trainer.plan import timeline
 from stoker.trainer.plan.timeline import layers_in_order, loss_memory, memory_plan
 from stoker.trainer.plan.transfers import offloaded_bytes
 
+pytestmark = pytest.mark.usefixtures("own_components")
+
 SMALL = [
     "trainer.precision=bf16",
     "model.hidden_size=256",
@@ -98,6 +100,13 @@ CASES = {
     "unfused, norms of heads, gpt3": [*GPT3, "model.attention_backend=unfused", "model.qk_layernorm=True"],
     "math": [*LLAMA, "model.attention_backend=sdpa_math"],
     "reference": [*LLAMA, "model.attention_backend=reference"],
+    "own activation": [*GPT3, "model.activation=own_mish", "model.ffn_dropout=0.1"],
+    "own gate": [*LLAMA, "model.activation=own_mish-glu"],
+    "own gate again": [*LLAMA, "model.activation=own_mish-glu", f"{RECOMPUTE}_modules=[norm,mlp_activation]"],
+    "own gate of experts": [*MOE, "model.activation=own_mish-glu"],
+    "own bias": [*LLAMA, "model.position_embedding_type=own_kerple"],
+    "own block": [*LLAMA, "model.transformer_block_type=own_pre_ln"],
+    "own block of a t5": [*T5, "model.transformer_block_type=own_pre_ln"],
     "kerple": [*LLAMA, "model.position_embedding_type=kerple"],
     "xpos": [*LLAMA, "model.position_embedding_type=xpos"],
     "autocast": [*LLAMA, "model.megatron_amp_O2=False"],
@@ -165,6 +174,7 @@ CASES = {
     "chunk again": [*LLAMA, *WHOLE, f"{RECOMPUTE}_method=uniform", f"{RECOMPUTE}_num_layers=2"],
 }
 QUICK = {
+    "own gate",
     "llama",
     "gpt3 dropout",
     "normformer",

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import annotated_types
 from pydantic import BaseModel
@@ -23,8 +23,6 @@ from ....models.config.model import FAMILIES, Family
 from ..dotted_paths import Tree, join
 from ..yaml_reader import YamlError, parse_yaml
 from .root import MODEL_BLOCKS, RootBlock
-
-MarkT = TypeVar("MarkT")
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,12 +117,9 @@ def _key(path: str, field: FieldInfo, default: Any) -> SchemaKey:
     annotation: Any = Annotated[field.annotation, *field.metadata] if field.metadata else field.annotation
     members = _members(annotation)
     choices = tuple(value for member in members if get_origin(member) is Literal for value in get_args(member))
-    extends: Kind | None = next((mark.kind for member in members if (mark := _mark(member, ExtensionName))), None)
+    extensions = [mark for member in members if (mark := _mark(member, ExtensionName))]
     only_choices = all(
-        get_origin(member) is Literal
-        or member is types.NoneType
-        or _mark(member, ComponentName)
-        or _mark(member, ExtensionName)
+        get_origin(member) is Literal or member is types.NoneType or _mark(member, ComponentName | ExtensionName)
         for member in members
     )
     kinds = {member for member in map(_unannotated, members) if member is not types.NoneType}
@@ -134,7 +129,7 @@ def _key(path: str, field: FieldInfo, default: Any) -> SchemaKey:
         description=_one_line(field.description),
         kind=_describe(annotation, field.examples),
         choices=choices if only_choices else (),
-        extends=extends,
+        extends=extensions[0].kind if extensions else None,
         own=isinstance(extra, dict) and bool(extra.get("own")),
         is_text=kinds == {str},
         is_open=any(get_origin(_unannotated(member)) is dict for member in members),
@@ -160,7 +155,7 @@ def _unannotated(annotation: Any) -> Any:
     return _unannotated(get_args(annotation)[0]) if get_origin(annotation) is Annotated else annotation
 
 
-def _mark(annotation: Any, kind: type[MarkT]) -> MarkT | None:
+def _mark(annotation: Any, kind: Any) -> Any:
     """Return the mark of a type that names components of the user's own."""
     metadata = get_args(annotation)[1:] if get_origin(annotation) is Annotated else ()
     return next((mark for mark in metadata if isinstance(mark, kind)), None)

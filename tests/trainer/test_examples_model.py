@@ -1,0 +1,211 @@
+"""Users' own activations, position biases, blocks and weight maps: their examples, and twins of built-in ones."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import shutil
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hf_folders import random_model, save
+from safetensors.torch import load_file, save_file
+from tiers import extra
+from torch import Tensor
+
+import stoker
+from stoker.models.config.hf_names import HF_ARCHITECTURES
+from stoker.models.hf.architectures import ARCHITECTURES
+from stoker.models.hf.gpt2 import GPT2
+from stoker.trainer.cli.main import main
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+SMALL = {
+    "trainer": "cpu", "trainer.max_steps": 3, "trainer.log_every_n_steps": 1, "trainer.val_check_interval": 3,
+    "trainer.limit_val_batches": 1, "trainer.enable_model_summary": False, "model.data.data_impl": "mock",
+    "model.micro_batch_size": 2, "model.global_batch_size": 4,
+}  # fmt: skip
+STACK = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "ffn_hidden_size": 48, "hidden_dropout": 0.1}
+GPT = {"model": "gpt_tiny", "model.encoder_seq_length": 16, **{f"model.{name}": value for name, value in STACK.items()}}
+BERT = {**GPT, "model": "bert_tiny"}
+T5 = {
+    "model": "t5_tiny", "model.seq_length": 16, "model.data.seq_length_dec": 8,
+    "model.encoder.openai_gelu": False, "model.decoder.openai_gelu": False,
+    **{f"model.{stack}.{name}": value for stack in ("encoder", "decoder") for name, value in STACK.items()},
+}  # fmt: skip
+MOE = {**GPT, "model.num_moe_experts": 4, "model.moe_router_topk": 2, "model.moe_shared_expert_intermediate_size": 16}
+AGAIN = "model.activations_checkpoint"
+
+
+@pytest.fixture
+def here(tmp_path: Path, own_components: None, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    for path in EXAMPLES.glob("*/*.py"):  # to be imported anew
+        monkeypatch.delitem(sys.modules, path.stem, raising=False)
+    return tmp_path
+
+
+def run(verb: str, *arguments: str, **keys: Any) -> int:
+    return main([verb, *arguments, *(f"{name}={value}" for name, value in keys.items())])
+
+
+def train(name: str, keys: dict[str, Any]) -> tuple[dict[str, Tensor], list[float]]:
+    """Return the weights after three steps, and the losses of all steps and of the validation."""
+    assert run("train", **{**SMALL, **keys, "exp_manager.explicit_log_dir": name}) == 0
+    rows = [json.loads(line) for line in Path(name, "metrics.jsonl").read_text().splitlines()]
+    weights = load_file(Path(name, "checkpoints/step-3/model.safetensors"))
+    return weights, [value for row in rows for key, value in row.items() if key in ("loss", "val_loss", "grad_norm")]
+
+
+@pytest.mark.parametrize(
+    ("base", "keys"),
+    [
+        (GPT, {"activation": ("gelu", "own_gelu")}),
+        (MOE, {"activation": ("swiglu", "own_silu-glu")}),
+        (GPT, {"transformer_block_type": ("pre_ln", "own_pre_ln")}),
+        (T5, {"transformer_block_type": ("pre_ln", "own_pre_ln"), "activation": ("geglu", "own_gelu-glu")}),
+        *extra(
+            (
+                {**GPT, f"{AGAIN}_modules": "[mlp_activation,core_attention]"},
+                {"activation": ("swiglu", "own_silu-glu")},
+            ),
+            ({**MOE, f"{AGAIN}_modules": "[moe]"}, {"transformer_block_type": ("pre_ln", "own_pre_ln")}),
+            ({**GPT, "trainer.precision": "bf16-mixed"}, {"activation": ("gelu", "own_gelu")}),
+            ({**GPT, "model.compile": True}, {"activation": ("swiglu", "own_silu-glu")}),
+            ({**GPT, "model.compile": True}, {"transformer_block_type": ("pre_ln", "own_pre_ln")}),
+            ({**MOE, "model.moe_implementation": "sequential"}, {"activation": ("gelu", "own_gelu")}),
+            (BERT, {"transformer_block_type": ("pre_ln", "own_pre_ln")}),
+            (
+                {**T5, f"{AGAIN}_granularity": "full", f"{AGAIN}_method": "uniform", f"{AGAIN}_num_layers": 1},
+                {"transformer_block_type": ("pre_ln", "own_pre_ln")},
+            ),
+            ({**GPT, "model.peft.peft_scheme": "lora"}, {"transformer_block_type": ("pre_ln", "own_pre_ln")}),
+            ({**GPT, "model.peft.peft_scheme": "adapter"}, {"transformer_block_type": ("pre_ln", "own_pre_ln")}),
+        ),
+    ],
+    ids=lambda value: value.get("model", "") if "model" in value else ",".join(value),
+)
+def test_an_own_activation_or_block_trains_to_the_bits_of_the_built_in_one(
+    here: Path, base: dict[str, Any], keys: dict[str, tuple[str, str]]
+) -> None:
+    def keys_of(own: bool) -> dict[str, Any]:
+        blocks = ("model.encoder.", "model.decoder.") if base["model"] == "t5_tiny" else ("model.",)
+        return {f"{block}{name}": values[own] for block in blocks for name, values in keys.items()}
+
+    built_in, own = (train(f"run_{own}", {**base, **keys_of(own)}) for own in (False, True))
+    assert own[1] == built_in[1]
+    assert own[0].keys() == built_in[0].keys()
+    assert all(torch.equal(tensor, built_in[0][name]) for name, tensor in own[0].items())
+
+
+@pytest.mark.parametrize("base", [GPT, *extra(T5, BERT)], ids=lambda base: base["model"])
+@pytest.mark.parametrize("kind", ["alibi", "kerple"])
+def test_an_own_bias_is_that_of_the_built_in_one(
+    here: Path, capsys: pytest.CaptureFixture[str], base: dict[str, Any], kind: str
+) -> None:
+    """In fp64: losses, all weights after three steps, which have the gradients in them, and what is generated."""
+    blocks = ("model.encoder.", "model.decoder.") if base is T5 else ("model.",)
+
+    def of(name: str) -> tuple[dict[str, Tensor], list[float], str]:
+        keys = {f"{block}position_embedding_type": name for block in blocks}
+        weights, losses = train(name, {**base, **keys, "trainer.precision": 64, "model.attention_dropout": 0.1}
+                                if base is not T5 else {**base, **keys, "trainer.precision": 64})  # fmt: skip
+        written = ""
+        if base is not BERT:
+            capsys.readouterr()
+            assert run("generate", name, "--prompt", "ab", "--max-new-tokens", "12", "--temperature", "0") == 0
+            written = capsys.readouterr().out
+        return (
+            {path.replace(".score_positions.bias.", ".score_positions."): w for path, w in weights.items()},
+            losses,
+            written,
+        )
+
+    built_in, own = of(kind), of(f"own_{kind}")
+    assert own[0].keys() == built_in[0].keys()
+    assert any("score_positions" in name for name in own[0]) == (kind == "kerple")
+    for name, tensor in own[0].items():
+        torch.testing.assert_close(tensor, built_in[0][name], rtol=0, atol=1e-12)
+    assert own[1] == pytest.approx(built_in[1], rel=1e-12)
+    assert own[2] == built_in[2]
+
+
+COMMAND = re.compile(r"^stoker (.*)$", re.MULTILINE)
+
+
+@pytest.mark.parametrize("kind", ["activation", "attention_bias", "block", "weight_map"])
+def test_the_commands_of_an_example_run(here: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = here / kind
+    shutil.copytree(EXAMPLES / kind, folder)
+    monkeypatch.chdir(folder)
+    monkeypatch.syspath_prepend(str(folder))
+    if kind == "weight_map":
+        my_gpt_folder(folder / "my_gpt")
+    commands = COMMAND.findall((folder / "README.md").read_text().replace("\\\n", " "))
+    assert len(commands) >= 2
+    for command in commands:
+        words = shlex.split(command, comments=True)
+        if words[0] == "train":
+            words += [f"{name}={value}" for name, value in SMALL.items() if name != "trainer"]
+        assert main(words) == 0, command
+
+
+def my_gpt_folder(folder: Path) -> dict[str, Tensor]:
+    """Write a model of the architecture of `examples/weight_map` with random weights; return these."""
+    d, inner, layers, heads, groups, vocab = 32, 48, 2, 4, 2, 259
+    config = {
+        "architectures": ["MyGPTForCausalLM"], "model_type": "my_gpt", "vocab_size": vocab, "dim": d, "ffn_dim": inner,
+        "layers": layers, "heads": heads, "kv_heads": groups, "eps": 1e-6, "theta": 500.0, "context": 64,
+        "auto_map": {"AutoModelForCausalLM": "my_gpt.MyGPT"},
+    }  # fmt: skip
+    shapes = {"embed.weight": (vocab, d), "norm.weight": (d,)}
+    for n in range(layers):
+        attention = {"wq": (d, d), "wk": (d // 2, d), "wv": (d // 2, d), "wo": (d, d)}
+        shapes |= {f"blocks.{n}.attn.{name}.weight": shape for name, shape in attention.items()}
+        ffn = {"gate": (inner, d), "up": (inner, d), "down": (d, inner)}
+        shapes |= {f"blocks.{n}.ffn.{name}.weight": shape for name, shape in ffn.items()}
+        shapes |= {f"blocks.{n}.norm{i}.weight": (d,) for i in (1, 2)}
+    generator = torch.Generator().manual_seed(0)
+    weights = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(weights, folder / "model.safetensors")
+    return weights
+
+
+def test_the_weight_map_of_the_example_goes_both_ways(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(EXAMPLES / "weight_map"))
+    weights, imports = my_gpt_folder(here / "theirs"), ("--import", "my_gpt")
+    assert run("convert", *imports, "theirs", "ours", "--tokenizer", "byte-level") == 0
+    assert run("convert", *imports, "ours", "back", "--to", "hf", "--model-type", "my_gpt") == 0
+    assert json.loads((here / "back/config.json").read_text())["architectures"] == ["MyGPTForCausalLM"]
+    back = load_file(here / "back/model.safetensors")
+    assert back.keys() == weights.keys()
+    assert all(torch.equal(back[name], weight) for name, weight in weights.items())
+
+
+def test_a_weight_map_written_for_gpt2_gives_what_the_built_in_one_gives(here: Path) -> None:
+    @stoker.register("weight_map", "OurGPT2")
+    def our_gpt2() -> Any:
+        return replace(GPT2, name="OurGPT2", model_type="our_gpt2", aliases=())
+
+    theirs = save(random_model("gpt2"), here / "theirs")
+    assert run("convert", "theirs", "built_in", "--tokenizer", "byte-level") == 0
+    config = json.loads((theirs / "config.json").read_text())
+    (theirs / "config.json").write_text(json.dumps(config | {"architectures": ["OurGPT2"], "model_type": "our_gpt2"}))
+    assert run("convert", "theirs", "own", "--tokenizer", "byte-level") == 0
+    weights = "checkpoints/step-0/model.safetensors"
+    assert (here / "own" / weights).read_bytes() == (here / "built_in" / weights).read_bytes()
+    assert run("convert", "own", "back", "--model-type", "our_gpt2") == 0
+    before, after = (load_file(folder / "model.safetensors") for folder in (theirs, here / "back"))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(after[name], weight) for name, weight in before.items())
+
+
+def test_the_list_of_built_in_architectures_is_whole() -> None:
+    assert set(HF_ARCHITECTURES) == {architecture.name for architecture in ARCHITECTURES}
