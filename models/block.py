@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
+from .config.extensions import ExtensionError
 from .layer import Layer
 from .layers.context import LayerContext
 from .layers.dropout import (
@@ -142,7 +143,7 @@ class Block(Layer):
         branches = Branches(self, context)
         output = self.run(hidden, branches)
         if branches.calls != [1, int(self.cross_attention is not None), 1]:
-            raise ValueError(
+            raise ExtensionError(
                 f"`run` of the block {self.block} must call each branch once, but called attention, cross_attention "
                 f"and mlp {branches.calls} times."
             )

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .config.dense_stack import AttentionSlice
-from .config.extensions import load_extension
+from .config.extensions import ExtensionError, load_extension
 from .config.memory import RecomputeModule
 from .config.moe import MoESlice
 from .config.stack import StackSlice
@@ -260,10 +260,10 @@ def build_layer(
     }
     if not stack.is_own_block:
         return Layer(**parts)
-    made = load_extension("block", stack.block)(norm=norm, **parts)
-    if not isinstance(made, Layer):
-        raise ValueError(f"the block {stack.block} must be a subclass of stoker.Block, but made {type(made).__name__}.")
-    return made
+    component = load_extension("block", stack.block)
+    if not (isinstance(component, type) and issubclass(component, Layer)):
+        raise ExtensionError(f"the block {stack.block} must be a subclass of stoker.Block.")
+    return component(norm=norm, **parts)  # pyright: ignore[reportCallIssue]  it is a Block
 
 
 # ---------------------------------------------------------------- cost

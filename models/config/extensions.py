@@ -117,5 +117,20 @@ def extension_source(kind: Kind, name: str) -> str:
     return f"{point.value} {point.dist.version}" if point.dist else point.value
 
 
+class ExtensionError(ValueError):
+    """A component of a user's own does not do what its kind must."""
+
+
+def extension_frame(error: BaseException) -> str | None:
+    """Return the file and line of the innermost frame of an error in a module of registered components, or None."""
+    modules = {getattr(component, "__module__", "") for known in _registered.values() for component in known.values()}
+    found, trace = None, error.__traceback__
+    while trace is not None:
+        if trace.tb_frame.f_globals.get("__name__") in modules:
+            found = f"{trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}"
+        trace = trace.tb_next
+    return found
+
+
 def _place(component: Any) -> str:
     return f"{getattr(component, '__module__', '?')}:{getattr(component, '__qualname__', repr(component))}"

@@ -11,7 +11,7 @@ from pydantic import Field
 from ...kernels.relative_position_buckets import relative_buckets
 from ...kernels.rope_scaling import Llama3Scaling, RotaryScaling, YarnScaling
 from .extension_keys import ExtensionName
-from .extensions import load_extension
+from .extensions import ExtensionError, load_extension
 from .key_block import extension_field
 from .sizes import SizeKeys, head_dim_of
 
@@ -183,9 +183,14 @@ def _count_parameters(name: str, heads: int) -> int:
     """Count the parameters of an attention bias of a user's own.
 
     Raises:
-        LookupError, ValueError: it is not registered, or cannot be imported.
+        LookupError, ValueError: it is not registered, or cannot be imported or built.
     """
-    return sum(parameter.numel() for parameter in load_extension("attention_bias", name)(heads).parameters())
+    component = load_extension("attention_bias", name)
+    try:
+        module = component(heads)
+    except TypeError as error:
+        raise ExtensionError(f"the attention bias {name} cannot be built with the number of heads: {error}") from error
+    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def rotary_scaling(keys: PositionKeys) -> RotaryScaling | None:

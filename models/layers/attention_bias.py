@@ -18,7 +18,7 @@ from torch.func import functional_call
 
 from ...kernels.relative_position_buckets import relative_buckets
 from ..config.dense_stack import AttentionSlice
-from ..config.extensions import load_extension
+from ..config.extensions import ExtensionError, load_extension
 from .own_module import build_seeded, tensors_of
 from .position_embeddings import ComputedTable
 
@@ -267,14 +267,14 @@ class OwnBias(nn.Module):
         """Return the terms for the distances of `queries` and `keys` tokens.
 
         Raises:
-            ValueError: they have another shape.
+            ExtensionError: they have another shape.
         """
         reach = _reach(queries, keys)
         distances = torch.arange(-reach, reach + 1, device=self.place.device)
         parameters = {name: _wide(parameter) for name, parameter in self.bias.named_parameters()}
         terms = functional_call(self.bias, parameters, (distances,))
         if terms.shape != (self.all_heads, len(distances)):
-            raise ValueError(
+            raise ExtensionError(
                 f"`forward` of the attention bias {self.name} must return {(self.all_heads, len(distances))}, (heads, "
                 f"distances), but returned {tuple(terms.shape)}."
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 from torch import Tensor, nn
@@ -17,7 +18,7 @@ from ...kernels.gated_activation import gated_activation
 from ...kernels.gated_down_projection import gated_projection
 from ...kernels.launch import triton_runs_on
 from ..config.dense_stack import OWN_ACTIVATION, MLPSlice
-from ..config.extensions import load_extension
+from ..config.extensions import ExtensionError, load_extension
 from ..config.stack import StackSlice
 from ..memory.recompute import RecomputableModule, run_with_recomputed_input
 from ..parallel.linear import column_traffic, row_traffic
@@ -125,7 +126,18 @@ def load_activation(mlp: MLPSlice) -> None:
         LookupError, ValueError: it is not registered, or cannot be imported.
     """
     if mlp.is_own:
-        add_activation(mlp.nonlinearity, load_extension("activation", mlp.nonlinearity.removeprefix(OWN_ACTIVATION)))
+        name = mlp.nonlinearity.removeprefix(OWN_ACTIVATION)
+        add_activation(mlp.nonlinearity, partial(_run_activation, name, load_extension("activation", name)))
+
+
+def _run_activation(name: str, function: Callable[[Tensor], Tensor], inputs: Tensor) -> Tensor:
+    output = function(inputs)
+    if output.shape != inputs.shape or output.dtype != inputs.dtype:
+        raise ExtensionError(
+            f"the activation {name} must return {tuple(inputs.shape)} of {inputs.dtype}, as its input is, but returned "
+            f"{tuple(output.shape)} of {output.dtype}."
+        )
+    return output
 
 
 def build_mlp(stack: StackSlice, ffn_hidden_size: int | None = None) -> MLP:

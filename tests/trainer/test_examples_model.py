@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from hf_folders import random_model, save
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from tiers import extra
 from torch import Tensor
 
@@ -144,8 +144,6 @@ def test_the_commands_of_an_example_run(here: Path, kind: str, monkeypatch: pyte
     shutil.copytree(EXAMPLES / kind, folder)
     monkeypatch.chdir(folder)
     monkeypatch.syspath_prepend(str(folder))
-    if kind == "weight_map":
-        my_gpt_folder(folder / "my_gpt")
     commands = COMMAND.findall((folder / "README.md").read_text().replace("\\\n", " "))
     assert len(commands) >= 2
     for command in commands:
@@ -155,36 +153,13 @@ def test_the_commands_of_an_example_run(here: Path, kind: str, monkeypatch: pyte
         assert main(words) == 0, command
 
 
-def my_gpt_folder(folder: Path) -> dict[str, Tensor]:
-    """Write a model of the architecture of `examples/weight_map` with random weights; return these."""
-    d, inner, layers, heads, groups, vocab = 32, 48, 2, 4, 2, 259
-    config = {
-        "architectures": ["MyGPTForCausalLM"], "model_type": "my_gpt", "vocab_size": vocab, "dim": d, "ffn_dim": inner,
-        "layers": layers, "heads": heads, "kv_heads": groups, "eps": 1e-6, "theta": 500.0, "context": 64,
-        "auto_map": {"AutoModelForCausalLM": "my_gpt.MyGPT"},
-    }  # fmt: skip
-    shapes = {"embed.weight": (vocab, d), "norm.weight": (d,)}
-    for n in range(layers):
-        attention = {"wq": (d, d), "wk": (d // 2, d), "wv": (d // 2, d), "wo": (d, d)}
-        shapes |= {f"blocks.{n}.attn.{name}.weight": shape for name, shape in attention.items()}
-        ffn = {"gate": (inner, d), "up": (inner, d), "down": (d, inner)}
-        shapes |= {f"blocks.{n}.ffn.{name}.weight": shape for name, shape in ffn.items()}
-        shapes |= {f"blocks.{n}.norm{i}.weight": (d,) for i in (1, 2)}
-    generator = torch.Generator().manual_seed(0)
-    weights = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(config))
-    save_file(weights, folder / "model.safetensors")
-    return weights
-
-
 def test_the_weight_map_of_the_example_goes_both_ways(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(EXAMPLES / "weight_map"))
-    weights, imports = my_gpt_folder(here / "theirs"), ("--import", "my_gpt")
-    assert run("convert", *imports, "theirs", "ours", "--tokenizer", "byte-level") == 0
+    imports, theirs = ("--import", "my_gpt"), EXAMPLES / "weight_map" / "my_gpt_tiny"
+    assert run("convert", *imports, str(theirs), "ours", "--tokenizer", "byte-level") == 0
     assert run("convert", *imports, "ours", "back", "--to", "hf", "--model-type", "my_gpt") == 0
     assert json.loads((here / "back/config.json").read_text())["architectures"] == ["MyGPTForCausalLM"]
-    back = load_file(here / "back/model.safetensors")
+    weights, back = (load_file(folder / "model.safetensors") for folder in (theirs, here / "back"))
     assert back.keys() == weights.keys()
     assert all(torch.equal(back[name], weight) for name, weight in weights.items())
 
@@ -209,3 +184,100 @@ def test_a_weight_map_written_for_gpt2_gives_what_the_built_in_one_gives(here: P
 
 def test_the_list_of_built_in_architectures_is_whole() -> None:
     assert set(HF_ARCHITECTURES) == {architecture.name for architecture in ARCHITECTURES}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (
+            ["model.activation=own_geluu"],
+            ["(own_gelu, own_mish, own_silu)", "own_gelu?", "--import"],
+        ),
+        (["model=t5_tiny", "model.decoder.transformer_block_type=no"], ["registered `block` (own_pre_ln)", "--import"]),
+        (
+            ["model.position_embedding_type=own_alib"],
+            ["`attention_bias` (own_alibi, own_kerple)", "own_alibi?"],
+        ),
+        (["model.activation=own_gelu", "model.openai_gelu=true"], ["cannot be combined with `activation` (own_gelu)"]),
+        (
+            ["model.transformer_block_type=own_pre_ln", "model.tensor_model_parallel_size=2", "trainer.devices=2"],
+            ["(2) is not supported with a `transformer_block_type` of your own (own_pre_ln)"],
+        ),
+        (
+            ["model.transformer_block_type=own_pre_ln", "model.activations_checkpoint_modules=[norm]"],
+            ["`norm` is not supported with a `transformer_block_type` of your own (own_pre_ln)"],
+        ),
+        (
+            ["model=t5_tiny", "model.decoder.transformer_block_type=own_crossless"],
+            ["`decoder.transformer_block_type` (own_crossless) has no cross-attention"],
+        ),
+    ],
+)
+def test_what_is_not_supported_is_refused_in_a_line(
+    here: Path, capsys: pytest.CaptureFixture[str], overrides: list[str], says: list[str]
+) -> None:
+    stoker.register("block", "own_crossless")(stoker.Block) if "own_crossless" in overrides[-1] else None
+    assert main(["config", *overrides]) == 2
+    found = " ".join(capsys.readouterr().err.split())
+    assert all(part in found for part in says), found
+
+
+def test_the_plan_says_what_it_does_not_know_of_a_block(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("plan", **GPT, **{"model.transformer_block_type": "own_pre_ln"}) == 0
+    assert "note: `transformer_block_type` (own_pre_ln) is your own" in capsys.readouterr().out
+
+
+class Twice(stoker.Block):
+    def run(self, hidden: Tensor, branches: stoker.Branches) -> Tensor:
+        return branches.attention(branches.attention(hidden))
+
+
+class Narrow(torch.nn.Module):
+    def __init__(self, num_heads: int) -> None:
+        super().__init__()
+
+    def forward(self, distances: Tensor) -> Tensor:
+        return distances[None] * 1.0
+
+
+def halve(inputs: Tensor) -> Tensor:
+    return inputs.half()
+
+
+def fail(inputs: Tensor) -> Tensor:
+    raise RuntimeError("mine")
+
+
+@pytest.mark.parametrize(
+    ("kind", "key", "component", "says"),
+    [
+        (
+            "block",
+            "transformer_block_type",
+            Twice,
+            "must call each branch once, but called attention, cross_attention ",
+        ),
+        ("block", "transformer_block_type", Narrow, "the block mine must be a subclass of stoker.Block"),
+        (
+            "attention_bias",
+            "position_embedding_type",
+            Narrow,
+            "must return (4, 31), (heads, distances), but returned (1,",
+        ),
+        (
+            "activation",
+            "activation",
+            halve,
+            "the activation mine must return (2, 16, 48) of torch.float32, as its input",
+        ),
+        ("activation", "activation", fail, f"error in a component of your own ({__file__}:"),
+    ],
+)
+def test_a_faulty_component_is_the_users_error(
+    here: Path, capsys: pytest.CaptureFixture[str], kind: Any, key: str, component: Any, says: str
+) -> None:
+    stoker.register(kind, "mine")(component)
+    assert run("train", **SMALL, **GPT, **{f"model.{key}": "mine"}) == 1
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert line.startswith("error in a component of your own")
+    assert says in line

@@ -413,12 +413,18 @@ def _crash(error: Exception, arguments: list[str]) -> int:
     """Handle an unexpected error: write the traceback to a file and print one line."""
     import traceback
 
+    from ...models.config.extensions import ExtensionError, extension_frame
+
+    place = extension_frame(error)
+    whose = "internal error in stoker"
+    if place is not None or isinstance(error, ExtensionError):
+        whose = f"error in a component of your own{'' if place is None else f' ({place})'}"
     trace = "".join(traceback.format_exception(error))
     summary = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
     path = save_traceback(f"stoker {' '.join(redact_arguments(arguments))}\nPython {sys.version}\n\n{trace}")
     if path is None:
         _print_error(trace)
-        _print_error(f"internal error in stoker: {summary}")
+        _print_error(f"{whose}: {summary}")
     else:
-        _print_error(f"internal error in stoker: {summary}; the traceback is in {path}")
+        _print_error(f"{whose}: {summary}; the traceback is in {path}")
     return EXIT_FAILURE
