@@ -100,7 +100,7 @@ CASES = {
     "unfused, norms of heads, gpt3": [*GPT3, "model.attention_backend=unfused", "model.qk_layernorm=True"],
     "math": [*LLAMA, "model.attention_backend=sdpa_math"],
     "reference": [*LLAMA, "model.attention_backend=reference"],
-    "own activation": [*GPT3, "model.activation=own_mish", "model.ffn_dropout=0.1"],
+    "own activation": [*GPT3, "model.activation=own_mish", "model.openai_gelu=False", "model.ffn_dropout=0.1"],
     "own gate": [*LLAMA, "model.activation=own_mish-glu"],
     "own gate again": [*LLAMA, "model.activation=own_mish-glu", f"{RECOMPUTE}_modules=[norm,mlp_activation]"],
     "own gate of experts": [*MOE, "model.activation=own_mish-glu"],
