@@ -13,15 +13,19 @@ from typing import Any
 
 import pytest
 import torch
+from gpt_builder import build_gpt
 from hf_folders import random_model, save
 from safetensors.torch import load_file
 from tiers import extra
 from torch import Tensor
 
 import stoker
+from stoker.kernels.attention.flags import AttentionFlags
+from stoker.models.config.gpt import GPTKeys
 from stoker.models.config.hf_names import HF_ARCHITECTURES
 from stoker.models.hf.architectures import ARCHITECTURES
 from stoker.models.hf.gpt2 import GPT2
+from stoker.models.model_cost import count_parameters
 from stoker.trainer.cli.main import main
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -281,3 +285,32 @@ def test_a_faulty_component_is_the_users_error(
     line = capsys.readouterr().err.splitlines()[-1]
     assert line.startswith(("error in a component of your own", "the block mine"))
     assert says in line
+
+
+class Scaled(stoker.Block):
+    def __init__(self, *, norm: Any, **parts: Any) -> None:
+        super().__init__(norm=norm, **parts)
+        self.mlp_norm = None
+        self.scale = torch.nn.Parameter(torch.full((2,), 0.5))
+        self.mixer = torch.nn.Linear(3, 2)
+        self.register_buffer("tenth", torch.tensor(0.1, dtype=torch.float64))
+
+    def run(self, hidden: Tensor, branches: stoker.Branches) -> Tensor:
+        hidden = branches.attention(self.attention_norm(hidden), add_to=hidden) * self.scale.sum()
+        return branches.mlp(hidden, add_to=hidden) + self.mixer(hidden[..., :3]).mean() * self.tenth
+
+
+def test_what_a_block_adds_begins_as_its_constructor_leaves_it(here: Path) -> None:
+    stoker.register("block", "scaled")(Scaled)
+    keys = GPTKeys(**STACK, encoder_seq_length=16, transformer_block_type="scaled", make_vocab_size_divisible_by=1)
+    arguments: dict[str, Any] = {"device": "cpu", "flags": AttentionFlags(), "micro_batch_size": 1, "vocab_size": 11}
+    state = torch.random.get_rng_state()
+    model, again = (build_gpt(keys, dtype=torch.float32, **arguments) for _ in range(2))
+    assert torch.equal(torch.random.get_rng_state(), state)
+    first, second = (model.decoder.layers.get_submodule(str(number)) for number in range(2))
+    assert first.scale.tolist() == [0.5, 0.5]
+    assert float(first.tenth) == pytest.approx(0.1)
+    assert 0 < first.mixer.weight.abs().max() <= 3**-0.5  # PyTorch's default
+    assert not torch.equal(first.mixer.weight, second.mixer.weight)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
+    assert count_parameters(keys, 11) == sum(parameter.numel() for parameter in model.parameters())

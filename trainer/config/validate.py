@@ -134,8 +134,8 @@ def _fix(key: SchemaKey, value: Any) -> str:
         return f"write {key.path}=null"
     if isinstance(value, str) and key.choices:
         near = closest(value, [*map(str, key.choices), *(extension_names(key.extends) if key.extends else ())])
-        fix = f"did you mean {key.path}={near}?" if near else _example(key)
-        return f"{fix}{'' if near else ';'} if it is your own, give its module with --import" if key.extends else fix
+        fix = f"did you mean {key.path}={near}?" if near else "" if key.extends else _example(key)
+        return f"{fix} if it is your own, give its module with --import".lstrip() if key.extends else fix
     if isinstance(value, str) and "${" in value:
         return "environment variables are not resolved here; set the key"
     if value is None:
