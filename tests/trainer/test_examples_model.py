@@ -16,7 +16,7 @@ import torch
 from gpt_builder import build_gpt
 from hf_folders import random_model, save
 from safetensors.torch import load_file
-from tiers import extra
+from tiers import cases, extra, full_only
 from torch import Tensor
 
 import stoker
@@ -142,7 +142,7 @@ def test_an_own_bias_is_that_of_the_built_in_one(
 COMMAND = re.compile(r"^stoker (.*)$", re.MULTILINE)
 
 
-@pytest.mark.parametrize("kind", ["activation", "attention_bias", "block", "weight_map"])
+@pytest.mark.parametrize("kind", cases(["activation", "attention_bias", "block", "weight_map"], fast=1))
 def test_the_commands_of_an_example_run(here: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = here / kind
     shutil.copytree(EXAMPLES / kind, folder)
@@ -168,6 +168,7 @@ def test_the_weight_map_of_the_example_goes_both_ways(here: Path, monkeypatch: p
     assert all(torch.equal(back[name], weight) for name, weight in weights.items())
 
 
+@full_only
 def test_a_weight_map_written_for_gpt2_gives_what_the_built_in_one_gives(here: Path) -> None:
     @stoker.register("weight_map", "OurGPT2")
     def our_gpt2() -> Any:

@@ -93,8 +93,9 @@ def _problem(path: str, value: Any, origin_of: Origins, family: Family) -> Probl
 
 
 def _extensions(key: SchemaKey) -> str:
-    """Return the registered components that a key accepts, in parentheses."""
-    return "" if key.extends is None else f" ({', '.join(extension_names(key.extends)) or 'there is none'})"
+    """Return the registered components that a key accepts, in parentheses, if there are any."""
+    names = extension_names(key.extends) if key.extends else ()
+    return f" ({', '.join(names)})" if names else ""
 
 
 def _kind_note(value: Any, key: SchemaKey) -> str:
