@@ -11,7 +11,7 @@ from pydantic import Field
 from ...kernels.attention.backend_support import BackendName
 from .extension_keys import GLU_SUFFIX, ExtensionName
 from .extensions import extension_names
-from .key_block import extension_field
+from .key_block import NonEmptyText, extension_field
 from .positions import PositionBiasSlice, PositionKeys, position_bias_slice, resolve_window
 from .sizes import head_dim_of
 
@@ -55,14 +55,14 @@ class DenseStackKeys(PositionKeys):
     """Store the norm weight minus one, for `layernorm` and `rmsnorm`; `layernorm1p` implies it."""
     qk_layernorm: bool = False
     """Apply a norm of the `normalization` kind to each query and key head, before RoPE (Qwen3)."""
-    transformer_block_type: BlockType | Annotated[str, ExtensionName("block")] = "pre_ln"
+    transformer_block_type: BlockType | Annotated[NonEmptyText, ExtensionName("block")] = "pre_ln"
     """Placement of the norms: `pre_ln`, before attention and MLP; `post_ln`, after the residual adds, without a final
     norm; `normformer`, as `pre_ln` and also after the attention and inside the MLP; `parallel_ln`, as `pre_ln` with
     attention and MLP in parallel on the layer's input (stoker's own: GPT-NeoX). Or a `block` of your own."""
     headscale: bool = False
     """Learned scale of each attention head's output, initialized to 1 (NormFormer)."""
 
-    activation: Activation | Annotated[str, ExtensionName("activation")] = "gelu"
+    activation: Activation | Annotated[NonEmptyText, ExtensionName("activation")] = "gelu"
     """Activation of the MLP. `fast-x` is the same as `x`: gated projections are always fused into one matrix. Or an
     `activation` of your own, `NAME`, or `NAME-glu` as the gate of a GLU."""
     openai_gelu: bool = False

@@ -12,7 +12,7 @@ from ...kernels.relative_position_buckets import relative_buckets
 from ...kernels.rope_scaling import Llama3Scaling, RotaryScaling, YarnScaling
 from .extension_keys import ExtensionName
 from .extensions import ExtensionError, load_extension
-from .key_block import extension_field
+from .key_block import NonEmptyText, extension_field
 from .sizes import SizeKeys, head_dim_of
 
 PositionEmbedding = Literal[
@@ -52,7 +52,9 @@ KEYS_OF_KINDS = {
 class PositionKeys(SizeKeys):
     """Position embedding and attention window of one stack (nemo_semantics 1.5)."""
 
-    position_embedding_type: PositionEmbedding | Annotated[str, ExtensionName("attention_bias")] = "learned_absolute"
+    position_embedding_type: PositionEmbedding | Annotated[NonEmptyText, ExtensionName("attention_bias")] = (
+        "learned_absolute"
+    )
     """Learned position embeddings (`learned_absolute`; `learned_parameters`: not restarted at documents within a
     sample), rotary embedding (`rope`; `xpos` decays with distance), a bias on the attention scores (`alibi`, `kerple`,
     `sandwich`, T5's `relative`, or an `attention_bias` of your own), or `none`."""

@@ -87,6 +87,8 @@ def test_types_are_those_of_a_run(family: Family) -> None:
     keys = schema_keys(family)
     for path in cases([path for path in keys if path != "model.family"], 25):
         for value in [*cases([*VALUES, *keys[path].choices], 9), keys[path].default]:
+            if keys[path].extends and isinstance(value, str) and value:
+                continue  # whether a component has the name is known when it is registered
             tree = nested(path, value, family)
             try:
                 RootBlock.model_validate(tree)
