@@ -17,8 +17,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from stoker.kernels import attention_lse, flash_attention, lse_first_attention
+from stoker import kernels
+from stoker.kernels import attention_lse
 from stoker.kernels.attention.backends.transformer_engine import import_transformer_engine
+
+flash_attention: Any = kernels.flash_attention  # a tensor, or two with `return_lse`
+lse_first_attention: Any = kernels.lse_first_attention
 
 Attend = Callable[[Tensor, Tensor, Tensor, "Tensor | None"], Tensor]
 

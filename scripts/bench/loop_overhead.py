@@ -85,7 +85,7 @@ def lightning(case: str, **arguments: Any) -> list[float]:
     class Clock(pl.Callback):
         start = 0.0
 
-        def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        def on_train_batch_end(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
             steps = trainer.global_step - LENGTH.warm_up
             if steps >= 0 and steps % LENGTH.window == 0:
                 torch.cuda.synchronize()

@@ -26,7 +26,10 @@ from tiers import full_only
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from stoker.kernels import flash_attention, reference_attention
+from stoker import kernels
+
+flash_attention: Any = kernels.flash_attention  # a tensor, or two with `return_lse`
+reference_attention: Any = kernels.reference_attention
 
 BOTH = pytest.mark.parametrize("attention", [reference_attention, flash_attention], ids=["reference", "flash"])
 

@@ -21,11 +21,13 @@ from attention_cases import (
 from tiers import extra, full_only
 from torch.utils.flop_counter import FlopCounterMode
 
-from stoker.kernels import flash_attention, reference_attention
+from stoker import kernels
 from stoker.kernels.attention.argument_checks import check_arguments
 from stoker.kernels.attention.flash.kernel_arguments import FlashAttentionParams
 from stoker.kernels.attention.inputs import AttentionInputs
 
+flash_attention: Any = kernels.flash_attention  # a tensor, or two with `return_lse`
+reference_attention: Any = kernels.reference_attention
 BOTH = pytest.mark.parametrize(
     "attention", [reference_attention, *extra(flash_attention)], ids=lambda attention: attention.__name__
 )

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -30,7 +31,7 @@ def signature(name, value):
     if inspect.isclass(value):
         for member, found in sorted(vars(value).items()):
             if not member.startswith("_") and (inspect.isfunction(found) or isinstance(found, property)):
-                function = found.fget if isinstance(found, property) else found
+                function: Any = found.fget if isinstance(found, property) else found
                 yield f"{name}.{member}{inspect.signature(function)}"
 
 

@@ -2,12 +2,14 @@
 
 import os
 import socket
+from typing import Any
 
 import pytest
 import pytorch_lightning as pl
 import torch
 from forked_ranks import fork_ranks
 from pytorch_lightning.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
+from pytorch_lightning.loggers import CSVLogger
 from pytorch_lightning.strategies import ModelParallelStrategy
 from tiers import extra, full_only
 from torch.utils.data import DataLoader
@@ -72,7 +74,7 @@ def test_twenty_lines_train_to_the_bits_of_stoker_train(tmp_path):
             EarlyStopping("val_loss", patience=5),
             LearningRateMonitor(),
         ],
-        logger=pl.loggers.CSVLogger(tmp_path),
+        logger=CSVLogger(tmp_path),
         log_every_n_steps=1,
         enable_progress_bar=False,
     )
@@ -120,7 +122,8 @@ def test_a_checkpoint_of_lightning_is_resumed_exactly(tmp_path):
 def test_batches_of_a_loader_of_ones_own_have_their_own_mean():
     torch.manual_seed(0)
     rows = torch.randint(0, 250, (8, 17))
-    batches = DataLoader([{"tokens": row[:-1], "labels": row[1:]} for row in rows], batch_size=2)
+    dataset: Any = [{"tokens": row[:-1], "labels": row[1:]} for row in rows]
+    batches = DataLoader(dataset, batch_size=2)
     config = configured(
         "trainer.precision=64", "model.hidden_dropout=0", "trainer.gradient_clip_val=0", batch=4, steps=1
     )
@@ -190,12 +193,12 @@ def test_ranks_train_what_one_process_does(tmp_path, kind):
         os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
         os.environ |= {"GROUP_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         os.environ |= {"TORCHELASTIC_RUN_ID": "x"}
-        strategy, precision = "ddp", {"precision": "64-true"}
+        options: dict[str, Any] = {"strategy": "ddp", "precision": "64-true"}
         if kind in ("fsdp", "tensor"):
             sizes = (2, 1) if kind == "fsdp" else (1, 2)
-            strategy, precision = ModelParallelStrategy(*sizes), {}
+            options = {"strategy": ModelParallelStrategy(*sizes)}
         config = configured("trainer.precision=64", *keys.get(kind, []), family=family)
-        module = fitted(config, devices=2, strategy=strategy, **precision)
+        module = fitted(config, devices=2, **options)
         part = {"tensor": "decoder.layers.0.mlp.down.weight"}.get(kind)
         worst = 0.0
         for name, weight in module.model.state_dict().items():

@@ -39,8 +39,8 @@ def test_a_sample_depends_on_its_position_alone(kind: str, order: list[int], cut
 
 @pytest.mark.parametrize("kind", ["train", "evaluation", "mock"])
 def test_shapes_and_types(kind: str) -> None:
-    tokens, labels, documents = _makers()[kind].batch(3, 4)
-    assert documents is None
+    tokens, labels, *optional = _makers()[kind].batch(3, 4)
+    assert optional == [None, None]
     for tensor in (tokens, labels):
         assert tensor.shape == (4, 10)
         assert tensor.dtype == torch.int64

@@ -307,7 +307,8 @@ def test_what_a_block_adds_begins_as_its_constructor_leaves_it(here: Path) -> No
     state = torch.random.get_rng_state()
     model, again = (build_gpt(keys, dtype=torch.float32, **arguments) for _ in range(2))
     assert torch.equal(torch.random.get_rng_state(), state)
-    first, second = (model.decoder.layers.get_submodule(str(number)) for number in range(2))
+    layers: list[Any] = [model.decoder.layers.get_submodule(str(number)) for number in range(2)]
+    first, second = layers
     assert first.scale.tolist() == [0.5, 0.5]
     assert float(first.tenth) == pytest.approx(0.1)
     assert 0 < first.mixer.weight.abs().max() <= 3**-0.5  # PyTorch's default

@@ -71,7 +71,7 @@ class UnevenSamples:
         self.inner = MockSamples(100, 16, seed=3, samples=1000)
 
     def batch(self, first, count):
-        tokens, labels, _ = self.inner.batch(first, count)
+        tokens, labels, *_ = self.inner.batch(first, count)
         for row in range(count):
             labels[row, (first + row) % 16 + 1 :] = -100
         return Batch(tokens, labels)

@@ -41,7 +41,7 @@ class UnevenSamples:
         self.sequence_length, self.samples = 16, 1000
 
     def batch(self, first, count):
-        tokens, labels, _ = self.inner.batch(first, count)
+        tokens, labels, *_ = self.inner.batch(first, count)
         for row in range(count):
             labels[row, (first + row) % 16 + 1 :] = -100
         return Batch(tokens, labels)

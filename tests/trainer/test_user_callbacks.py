@@ -2,6 +2,7 @@
 
 import json
 import math
+from typing import Any
 
 import pytest
 import pytorch_lightning as pl
@@ -50,11 +51,19 @@ class Recorder(pl.Callback):
 
 
 class Records(Logger):
-    name, version = "records", "0"
+    @property
+    def name(self):
+        return "records"
+
+    @property
+    def version(self):
+        return "0"
 
     def __init__(self):
         super().__init__()
-        self.rows, self.parameters, self.status = [], None, None
+        self.rows: list[Any] = []
+        self.parameters: Any = None
+        self.status = ""
 
     def log_metrics(self, metrics, step=None):
         self.rows.append((step, dict(metrics)))
@@ -87,6 +96,7 @@ def test_callbacks_and_loggers_see_the_run(tmp_path):
     validation = ["validation_start", "validation_end"]
     assert recorder.calls == ["fit_start", *step, *validation, "optimizer", 5, "optimizer", 6, "optimizer", 7,
                               "optimizer", 8, *validation]  # fmt: skip
+    assert result.validation is not None
     assert recorder.metrics["val_loss"] == pytest.approx(result.validation.loss)
     assert {"loss", "grad_norm"} <= recorder.metrics.keys()
     assert rows(tmp_path / "run", "count") == [(2, 2.0), (4, 4.0), (6, 6.0), (8, 8.0)]
