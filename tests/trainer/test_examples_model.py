@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
-import shlex
-import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +13,7 @@ import torch
 from gpt_builder import build_gpt
 from hf_folders import random_model, save
 from safetensors.torch import load_file
-from tiers import cases, extra, full_only
+from tiers import extra, full_only
 from torch import Tensor
 
 import stoker
@@ -27,6 +24,7 @@ from stoker.models.hf.architectures import ARCHITECTURES
 from stoker.models.hf.gpt2 import GPT2
 from stoker.models.model_cost import count_parameters
 from stoker.trainer.cli.main import main
+from stoker.trainer.config.component_keys import component_sources
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 SMALL = {
@@ -136,24 +134,6 @@ def test_an_own_bias_is_that_of_the_built_in_one(
         torch.testing.assert_close(tensor, built_in[0][name], rtol=0, atol=1e-12)
     assert own[1] == pytest.approx(built_in[1], rel=1e-12)
     assert own[2] == built_in[2]
-
-
-COMMAND = re.compile(r"^stoker (.*)$", re.MULTILINE)
-
-
-@pytest.mark.parametrize("kind", cases(["activation", "attention_bias", "block", "weight_map"], fast=1))
-def test_the_commands_of_an_example_run(here: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = here / kind
-    shutil.copytree(EXAMPLES / kind, folder)
-    monkeypatch.chdir(folder)
-    monkeypatch.syspath_prepend(str(folder))
-    commands = COMMAND.findall((folder / "README.md").read_text().replace("\\\n", " "))
-    assert len(commands) >= 2
-    for command in commands:
-        words = shlex.split(command, comments=True)
-        if words[0] == "train":
-            words += [f"{name}={value}" for name, value in SMALL.items() if name != "trainer"]
-        assert main(words) == 0, command
 
 
 def test_the_weight_map_of_the_example_goes_both_ways(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -336,3 +316,13 @@ def test_compiled_layers_trace_own_components_to_the_bits_of_the_built_in_ones()
     built_in, own = passes("pre_ln", "swiglu"), passes("own_pre_ln", "own_silu-glu")
     assert len(own) == len(built_in) > 10
     assert all(torch.isfinite(a).all() and torch.equal(a, b) for a, b in zip(own, built_in, strict=True))
+
+
+@pytest.mark.usefixtures("own_components")
+def test_records_say_where_components_of_layers_come_from() -> None:
+    keys = ["model=gpt_tiny", "model.activation=halved-glu"]
+    stoker.register("activation", "halved")(halve)
+    assert component_sources(stoker.load_config(keys).root) == {"model.activation": f"{__name__}:halve"}
+    plain = [f"model.{stack}.openai_gelu=False" for stack in ("encoder", "decoder")]
+    t5 = stoker.load_config(["model=t5_tiny", *plain, "model.encoder.activation=halved", "model.decoder.activation=gelu"])
+    assert component_sources(t5.root) == {"model.encoder.activation": f"{__name__}:halve"}

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from operator import attrgetter
 from typing import NamedTuple
 
+from ...models.config.extension_keys import GLU_SUFFIX
 from ...models.config.extensions import Kind, extension_names, extension_source
+from ...models.config.families import keys_by_stack
 from .dataset_names import BUILT_IN_DATASETS
 from .lr_schedule import SCHEDULES
 from .schema.optim import OPTIMIZERS
@@ -47,6 +49,14 @@ COMPONENT_KEYS = (
 )
 
 
+_LAYER_KEYS: Mapping[str, Kind] = {
+    "activation": "activation",
+    "position_embedding_type": "attention_bias",
+    "transformer_block_type": "block",
+}
+"""The keys of a stack that name components of its layers, and their kinds; the types of the keys check the names."""
+
+
 def component_sources(root: RootBlock) -> dict[str, str]:
     """Return where the user's own components of a configuration come from, by key: for records.
 
@@ -58,4 +68,9 @@ def component_sources(root: RootBlock) -> dict[str, str]:
         for name in key.own_names(root):
             if name in extension_names(key.kind):
                 found[f"{key.path}.{name}" if several else key.path] = extension_source(key.kind, name)
+    for stack, keys in keys_by_stack(root.model).items():
+        for key, kind in _LAYER_KEYS.items():
+            name = getattr(keys, key).removesuffix(GLU_SUFFIX)
+            if name in extension_names(kind):
+                found[f"model.{stack}{key}"] = extension_source(kind, name)
     return found
