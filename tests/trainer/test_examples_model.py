@@ -323,6 +323,6 @@ def test_records_say_where_components_of_layers_come_from() -> None:
     keys = ["model=gpt_tiny", "model.activation=halved-glu"]
     stoker.register("activation", "halved")(halve)
     assert component_sources(stoker.load_config(keys).root) == {"model.activation": f"{__name__}:halve"}
-    plain = [f"model.{stack}.openai_gelu=False" for stack in ("encoder", "decoder")]
-    t5 = stoker.load_config(["model=t5_tiny", *plain, "model.encoder.activation=halved", "model.decoder.activation=gelu"])
+    plain = ["model.encoder.openai_gelu=False", "model.decoder.openai_gelu=False", "model.decoder.activation=gelu"]
+    t5 = stoker.load_config(["model=t5_tiny", *plain, "model.encoder.activation=halved"])
     assert component_sources(t5.root) == {"model.encoder.activation": f"{__name__}:halve"}
