@@ -98,6 +98,14 @@ def harness(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pyt
     return ConfigHarness(tmp_path, capsys, monkeypatch)
 
 
+@pytest.fixture(autouse=True)
+def registered_components(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forget what a test registers."""
+    from stoker.models.config import extensions
+
+    monkeypatch.setattr(extensions, "_registered", {kind: dict(of) for kind, of in extensions._registered.items()})
+
+
 @pytest.fixture
 def own_components(monkeypatch: pytest.MonkeyPatch) -> None:
     """Register those of `own_components`, and no others, for this test."""

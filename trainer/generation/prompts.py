@@ -44,9 +44,9 @@ def encode_prompts(restored: LoadedModel, prompts: Sequence[str | Messages], *, 
     texts = ["" if not isinstance(prompt, str) else prompt for prompt in prompts]
     if isinstance(restored.model, T5):
         if chat:
-            raise UserError("a T5 has no chat; give its input as a prompt, without `chat`")
+            raise UserError("`chat` (--chat) is not supported for T5; give its input as a prompt")
         if not all(texts):
-            raise UserError("a T5 needs an input text; give a prompt that is not empty")
+            raise UserError("a T5 needs an input text, in each prompt (--prompt, --prompt-file)")
         ends = [] if tokenizer.eos_id is None else [tokenizer.eos_id]
         return [[*encode_with_sentinels(tokenizer, text), *ends] for text in texts]
     if chat:

@@ -76,9 +76,9 @@ def apply_nemo_aliases(tree: Tree, moved: dict[str, str]) -> Iterator[Finding]:
         value = dotted_paths.get(tree, path)
         known = [*map(str, keys[path].choices), *map(str, unsupported_values().get(without_stack(path), ()))]
         kind = keys[path].extends
-        if isinstance(value, str) and value not in (*known, *(extension_names(kind) if kind else ())):
+        if isinstance(value, str) and value not in known:
             matches = [choice for choice in known if choice.lower() == value.lower()]
-            if matches:
+            if matches and not (kind and value in extension_names(kind)):
                 dotted_paths.put(tree, path, matches[0])
                 yield Finding.warning((path,), f"`{value}` is read as `{matches[0]}`", f"{path}={matches[0]}")
     for path in (f"{stack}.{name}" for stack in STACKS[family] for name in _NULL_IS_DEFAULT):
