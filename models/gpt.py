@@ -263,7 +263,7 @@ class GPT(nn.Module):
             if length != self.seq_length:
                 raise ValueError(
                     f"`tokens` ({length} per sample) must have the sequence length that the model was built for "
-                    f"({self.seq_length}); pad the sample, or set encoder_seq_length={length}."
+                    f"({self.seq_length}); pad the sample, set encoder_seq_length={length}, or call eval()."
                 )
             return "training"
         if length == self.seq_length and (documents is not None or not self.needs_documents):

@@ -78,5 +78,30 @@ def test_unknown_names_are_attribute_errors():
         assert set(module.__all__) <= set(dir(module))
 
 
+def test_wrong_arguments_are_told_before_anything_is_loaded(tmp_path):
+    config = stoker.load_config(["model=gpt_tiny"])
+    for call in (stoker.train, stoker.finetune, stoker.plan, stoker.explain_attention, stoker.GPTModule):
+        with pytest.raises(TypeError, match=r"must come from stoker\.load_config"):
+            call(["model=gpt_tiny"])  # type: ignore[arg-type]
+    wrong: list[dict[str, Any]] = [
+        *({"max_new_tokens": 2.5}, {"num_beams": 0}, {"seed": "x"}, {"stop": "the"}, {"temperature": -1.0}),
+        *({"temperature": 0, "top_k": 5}, {"num_beams": 2, "temperature": 0.5}, {"temperature": "hot"}),
+    ]
+    for arguments in wrong:
+        with pytest.raises(stoker.UserError, match=next(iter(arguments)).partition("_")[0] + "|beam|temperature"):
+            stoker.generate("nowhere", ["a"], **arguments)
+    with pytest.raises(stoker.UserError, match="must be texts"):
+        stoker.generate("nowhere", [[{"role": "user", "content": "x"}]])
+    with pytest.raises(TypeError, match=r"must come from stoker\.load"):
+        stoker.generate(config, ["a"])  # type: ignore[arg-type]
+    with pytest.raises(stoker.UserError, match=r"`split` \(dev\) must be validation or test"):
+        stoker.evaluate("nowhere", split="dev")  # type: ignore[arg-type]
+    for name, value in (("to", "gguf"), ("dtype", "int8")):
+        with pytest.raises(stoker.UserError, match=rf"`{name}` \({value}\) must be one of"):
+            stoker.convert(tmp_path, tmp_path / "out", **{name: value})
+    with pytest.raises(stoker.UserError, match="need processes"):
+        stoker.train(stoker.load_config(["model=gpt_tiny", "trainer.devices=2", "model.micro_batch_size=8"]))
+
+
 if __name__ == "__main__":
     SNAPSHOT.write_text("\n".join(signatures()) + "\n")

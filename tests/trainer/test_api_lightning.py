@@ -173,6 +173,26 @@ def test_all_contradictions_are_told_at_once_and_unused_keys_warned_of():
         fitted(configured("exp_manager.exp_dir=x", "trainer.max_time=00:01:00:00", "trainer.log_every_n_steps=50"))
 
 
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda row: {"input_ids": row[:-1], "labels": row[1:]}, "has input_ids, labels without tokens"),
+        (lambda row: (row[:-1], row[1:]), "has list without tokens and labels"),
+        (
+            lambda row: {"tokens": row[:-1].float(), "labels": row[1:]},
+            "`tokens` (torch.float32) of a batch must",
+        ),
+        (lambda row: {"tokens": row[:-1], "labels": row[1:] + 250}, "beyond the vocabulary of 259"),
+    ],
+)
+def test_batches_that_are_none_are_refused_in_a_line(make, says):
+    dataset: Any = [make(row) for row in torch.arange(34).view(2, 17)]
+    trainer = pl.Trainer(accelerator="cpu", max_steps=4, logger=False, enable_checkpointing=False)
+    with pytest.raises(stoker.UserError) as error:
+        trainer.fit(stoker.GPTModule(configured(batch=2)), DataLoader(dataset, batch_size=2))
+    assert says in error.value.lines[0]
+
+
 def test_a_module_is_of_one_family():
     with pytest.raises(stoker.UserError, match=r"must be t5 for T5Module; use GPTModule"):
         stoker.T5Module(configured())

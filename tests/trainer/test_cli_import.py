@@ -58,7 +58,7 @@ def test_the_current_directory_stands_in_for_nobody(here):
     [
         ("my_none", None, "--import my_none: there is no such module, neither installed nor in "),
         ("my_none.part", None, "--import my_none.part: there is no such module"),
-        ("my_file.py", "", "--import my_file.py: there is no such module"),
+        ("my_file.py", "", "--import my_file.py: write the name of the module, --import my_file"),
         ("my/file", None, "not a module name"),
         ("", None, "not a module name"),
         ("my_needs", "x = 1\nimport my_missing", "No module named 'my_missing' ({here}/my_needs.py:2)"),

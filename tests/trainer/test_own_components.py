@@ -62,7 +62,7 @@ def registry(monkeypatch: pytest.MonkeyPatch) -> None:
             "trainer.validation_metrics=[top]",
             "trainer.validation_metrics",
             "(top) must be a registered metric",
-            "top1?",
+            "[top1]",
         ),
         ("trainer.validation_metrics=[top1,top1]", "trainer.validation_metrics", "each metric once", "[top1]"),
         ("trainer.callbacks=[x]", "trainer.callbacks", "(x) must be a registered callback (there is none)", ""),

@@ -118,6 +118,9 @@ def test_state_is_resumed_and_a_callback_may_stop_the_run(tmp_path):
     assert second.count == 8
     assert second.loaded["best"].tolist() == [1.5, math.inf]
     assert second.loaded["nested"] == [{"a": None}]
+    counts = rows(tmp_path, "count")
+    assert counts[-1] == (8, 8.0)
+    assert all(step == count for step, count in counts)
 
 
 def test_early_stopping_of_lightning_stops_after_a_validation(tmp_path):
@@ -137,6 +140,11 @@ def test_components_are_selected_by_name(tmp_path, registry, capsys):
     assert "val_loss" in table.read_text()
 
 
+class Unsaveable(pl.Callback):
+    def state_dict(self):
+        return {"seen": {1}}
+
+
 class Backward(pl.Callback):
     def on_after_backward(self, trainer, pl_module):
         pass
@@ -150,6 +158,8 @@ class Backward(pl.Callback):
         (lightning.TQDMProgressBar(), "trainer.enable_progress_bar"),
         (Backward(), "overrides on_after_backward, which stoker train never calls"),
         (object(), "object is not a callback"),
+        (Recorder, "Recorder is a class; give an instance, Recorder()"),
+        (Unsaveable(), "state_dict() of callback Unsaveable holds a set"),
     ],
 )
 def test_callbacks_that_cannot_act_are_refused_before_anything_is_written(tmp_path, callback, says):

@@ -35,6 +35,7 @@ from ..lightning.lightning_imports import pl
 from ..lightning.lightning_module import micro_batch_seed, seed_generators
 from ..optim.base_optimizer import Optimizer
 from ..utils.errors import UserError
+from .runs import check_config
 from .token_data_module import TokenDataModule, ranks_of
 from .trainer_arguments import resolve_for_trainer, schedule_length, set_accumulation, warn_of_unused_keys
 
@@ -65,7 +66,10 @@ class TransformerModule(pl.LightningModule):
 
     def __init__(self, config: RunConfig | Mapping[str, Any], vocab_size: int | None = None) -> None:
         super().__init__()
-        self.config = config if isinstance(config, RunConfig) else config_from_document(config)
+        if isinstance(config, Mapping):
+            config = config_from_document(config)
+        check_config(config)
+        self.config = config
         if self.config.root.model.family != self.family:
             found = self.config.root.model.family
             raise UserError(
@@ -141,7 +145,7 @@ class TransformerModule(pl.LightningModule):
 
     def training_step(self, batch: Mapping[str, Any], batch_idx: int) -> Tensor:
         """Return the loss of a micro batch: its share of the loss of the global batch, times the number of shares."""
-        fields = {name: field for name, field in batch.items() if isinstance(field, Tensor) and name != "num_targets"}
+        fields = self._fields(batch, check_ids=batch_idx == 0)
         step, labels = self.trainer.global_step, fields["labels"]
         index = batch_idx % self._micro_batches
         number = batch.get("micro_batch", index * self._data_ranks.world_size + self._data_ranks.rank)
@@ -206,7 +210,7 @@ class TransformerModule(pl.LightningModule):
             self._data_parallel.reshard()
 
     def _log_loss(self, name: str, batch: Mapping[str, Any]) -> None:
-        fields = {key: field for key, field in batch.items() if isinstance(field, Tensor)}
+        fields = self._fields(batch)
         targets = int((fields["labels"] != IGNORE_INDEX).sum())
         one = torch.ones((), dtype=torch.float32, device=fields["labels"].device)
         with _default_dtype(torch.float32), autocast_context(self.run.precision, one.device):
@@ -215,6 +219,28 @@ class TransformerModule(pl.LightningModule):
         names = [name, *(f"{name.removesuffix('loss')}{metric}" for metric in self.run.trainer.validation_metrics)]
         for each, value in zip(names, total.float().reshape(-1) / max(targets, 1), strict=True):
             self.log(each, value, batch_size=targets, sync_dist=distributed, prog_bar=True, on_epoch=True)
+
+    def _fields(self, batch: Any, *, check_ids: bool = False) -> dict[str, Tensor]:
+        """Return the tensors of a batch that the model takes.
+
+        Raises:
+            UserError: some are missing, or are no ids of tokens.
+        """
+        named = batch if isinstance(batch, Mapping) else {}
+        fields = {name: field for name, field in named.items() if isinstance(field, Tensor) and name != "num_targets"}
+        needed, size = _FIELDS[self.family], self.run.with_vocabulary(self._find_vocab_size()).vocab_size
+        if missing := [name for name in needed if name not in fields]:
+            found = ", ".join(named) or type(batch).__name__
+            raise UserError(
+                f"a batch for {type(self).__name__} must be a mapping with the tensors {', '.join(needed)}, but this "
+                f"has {found} without {' and '.join(missing)}; `labels` are the tokens that follow (docs/library.md)"
+            )
+        for name in needed:
+            if fields[name].is_floating_point():
+                raise UserError(f"`{name}` ({fields[name].dtype}) of a batch must be int64, ids of tokens")
+            if check_ids and (largest := int(fields[name].max())) >= size:
+                raise UserError(f"`{name}` of a batch has the id {largest}, beyond the vocabulary of {size}")
+        return fields
 
     def _start_step(self, step: int) -> None:
         if self._expert_balancer is not None:
@@ -251,23 +277,51 @@ class TransformerModule(pl.LightningModule):
 
 
 class GPTModule(TransformerModule):
-    """Decoder-only model (`model.family: gpt`) with its loss, optimizer and schedule; see `TransformerModule`."""
+    """Decoder-only model (`model.family: gpt`) with its loss, optimizer and schedule, for any `pl.Trainer`.
+
+    Args:
+        config: from `stoker.load_config`.
+        vocab_size: vocabulary size of the tokenizer; None: that of the Trainer's `TokenDataModule`, or of the tokenizer
+            in the configuration.
+
+    A batch is a mapping with `tokens` and `labels`, int64 [B, S], -100 at ignored labels.
+    """
 
     family = "gpt"
 
 
 class T5Module(TransformerModule):
-    """Encoder-decoder model (`model.family: t5`) with its loss, optimizer and schedule; see `TransformerModule`."""
+    """Encoder-decoder model (`model.family: t5`) with its loss, optimizer and schedule, for any `pl.Trainer`.
+
+    Args:
+        config: from `stoker.load_config`.
+        vocab_size: vocabulary size of the tokenizer; None: that of the Trainer's `TokenDataModule`, or of the tokenizer
+            in the configuration.
+
+    A batch is a mapping with `encoder_tokens` [B, S], `decoder_tokens` and `labels` [B, D], int64, -100 at ignored
+    labels.
+    """
 
     family = "t5"
 
 
 class BertModule(TransformerModule):
-    """Encoder-only model (`model.family: bert`) with its loss, optimizer and schedule; see `TransformerModule`."""
+    """Encoder-only model (`model.family: bert`) with its loss, optimizer and schedule, for any `pl.Trainer`.
+
+    Args:
+        config: from `stoker.load_config`.
+        vocab_size: vocabulary size of the tokenizer; None: that of the Trainer's `TokenDataModule`, or of the tokenizer
+            in the configuration.
+
+    A batch is a mapping with `tokens` and `labels`, int64 [B, S], -100 at ignored labels.
+    """
 
     family = "bert"
 
 
+_FIELDS = {"gpt": ("tokens", "labels"), "bert": ("tokens", "labels")}
+_FIELDS["t5"] = ("encoder_tokens", "decoder_tokens", "labels")
+"""Tensors that every batch of a family has."""
 _NAMES = {kind.family: kind.__name__ for kind in (GPTModule, T5Module, BertModule)}
 
 

@@ -53,7 +53,7 @@ def generate(
     prompts: Sequence[Prompt] | str,
     *,
     max_new_tokens: int = 256,
-    temperature: float = 0.8,
+    temperature: float | None = None,
     top_k: int | None = None,
     top_p: float | None = None,
     repetition_penalty: float = 1.0,
@@ -71,7 +71,7 @@ def generate(
         prompts: texts that a GPT continues or encoder inputs of a T5; with `chat` messages of a user, or lists of
             messages with `role` and `content`.
         max_new_tokens: longest text, in tokens.
-        temperature: of sampling; 0 is greedy.
+        temperature: of sampling; 0 is greedy; None is 0.8.
         top_k: sample from the K most probable tokens.
         top_p: nucleus sampling, the fewest tokens whose probabilities sum to P.
         repetition_penalty: above 1 makes tokens that already occur less probable.
@@ -90,15 +90,33 @@ def generate(
     from ..generation.sampling import SamplingParams
     from ..generation.text_generator import StoppingCriteria
 
-    if max_new_tokens < 1 or batch_size < 1:
-        raise UserError(f"`max_new_tokens` ({max_new_tokens}) and `batch_size` ({batch_size}) must be at least 1")
+    counts = {"max_new_tokens": max_new_tokens, "num_beams": num_beams, "batch_size": batch_size}
+    problems = [
+        f"`{name}` ({count}) must be a whole number of at least 1"
+        for name, count in counts.items()
+        if not isinstance(count, int) or count < 1
+    ]
+    if not isinstance(temperature, int | float | None):
+        problems.append(f"`temperature` ({temperature!r}) must be a number")
+    if not isinstance(seed, int) or not 0 <= seed < 1 << 63:
+        problems.append(f"`seed` ({seed}) must be a whole number from 0 to 2**63 - 1")
+    if isinstance(stop, str):
+        problems.append(f"`stop` ({stop!r}) must be a list of texts; use stop=[{stop!r}]")
+    if num_beams != 1 and (temperature is not None or (top_k, top_p, repetition_penalty) != (None, None, 1.0)):
+        problems.append("beam search does not sample: leave out temperature, top_k, top_p and repetition_penalty")
+    if temperature == 0 and (top_k is not None or top_p is not None):
+        problems.append("`temperature` (0) is greedy, so top_k and top_p have no effect; leave one of them out")
+    if problems:
+        raise UserError(problems)
     try:
-        sampling = SamplingParams(temperature, top_k, top_p, repetition_penalty)
+        sampling = SamplingParams(0.8 if temperature is None else temperature, top_k, top_p, repetition_penalty)
         search = BeamSearchConfig(num_beams, length_penalty) if num_beams > 1 else None
-    except ValueError as error:
-        raise UserError(str(error)) from None
-    restored = model if not isinstance(model, str | Path) else load(model)
+    except (TypeError, ValueError) as error:
+        raise UserError(f"generate: {error}") from None
     given: list[Prompt] = [prompts] if isinstance(prompts, str) else list(prompts)
+    if not all(isinstance(prompt, str) or (chat and isinstance(prompt, Sequence)) for prompt in given):
+        raise UserError("`prompts` must be texts, or with chat=True lists of messages")
+    restored = _loaded(model)
     generator = build_generator(restored)
     tokens = encode_prompts(restored, given, chat=chat)
     limits = StoppingCriteria(max_new_tokens, stop_strings(restored, stop, chat=chat))
@@ -135,7 +153,9 @@ def evaluate(
     from ..evaluation.held_out_loss import loss_function
     from ..evaluation.own_functions import measure_own_metrics
 
-    restored = model if not isinstance(model, str | Path) else load(model)
+    if split not in ("validation", "test"):
+        raise UserError(f"`split` ({split}) must be validation or test")
+    restored = _loaded(model)
     held_out = held_out_data(restored, split, None if data_path is None else Path(data_path))
     return evaluate_samples(
         loss_function(restored.model, restored.precision, restored.device),
@@ -185,6 +205,9 @@ def convert(
     """
     from ..conversion.convert import convert as convert_model
 
+    for name, value, known in (("to", to, ("hf", "stoker")), ("dtype", dtype, ("fp64", "fp32", "bf16", "fp16"))):
+        if value is not None and value not in known:
+            raise UserError(f"`{name}` ({value}) must be one of {', '.join(known)}, or None")
     convert_model(
         source,
         Path(target),
@@ -199,3 +222,16 @@ def convert(
         overwrite=overwrite,
     )
     return Path(target)
+
+
+def _loaded(model: LoadedModel | str | Path) -> LoadedModel:
+    from ..conversion.load_model import LoadedModel
+
+    if isinstance(model, str | Path):
+        return load(model)
+    if not isinstance(model, LoadedModel):
+        raise TypeError(
+            f"`model` ({type(model).__name__}) must come from stoker.load, or be a path or hub id; of a finished run "
+            "take its directory"
+        )
+    return model

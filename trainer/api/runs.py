@@ -55,6 +55,16 @@ def load_config(
     return config
 
 
+def check_config(config: object) -> None:
+    """Check that an argument is a configuration.
+
+    Raises:
+        TypeError: it is not.
+    """
+    if not isinstance(config, RunConfig):
+        raise TypeError(f"`config` ({type(config).__name__}) must come from stoker.load_config([...])")
+
+
 def train(config: RunConfig, *, callbacks: Sequence[Callback] = (), loggers: Sequence[Logger] = ()) -> TrainingResult:
     """Train as `stoker train` does, in this process.
 
@@ -71,6 +81,7 @@ def train(config: RunConfig, *, callbacks: Sequence[Callback] = (), loggers: Seq
     Raises:
         UserError: the configuration or a callback is not supported here, training diverged, or the disk is full.
     """
+    check_config(config)
     from ..distributed.placement import resolve_placement
 
     placement = resolve_placement(config.root.trainer, environment.snapshot())
@@ -102,6 +113,7 @@ def finetune(
     Raises:
         UserError: the configuration names no pretrained model; or as `train`.
     """
+    check_config(config)
     if config.root.model.restore_from_path is None:
         raise UserError(
             "`model.restore_from_path` (null) must name the model to fine-tune; load the configuration with "
@@ -124,6 +136,7 @@ def plan(config: RunConfig, *, device: str | None = None) -> Plan:
     Raises:
         UserError: there is no such GPU in the tables.
     """
+    check_config(config)
     from ..plan.planned_target import known_vocabulary, planned_target
     from ..plan.run_plan import make_plan
 
@@ -147,6 +160,7 @@ def explain_attention(config: RunConfig, *, arch: str | None = None) -> Attentio
     Raises:
         UserError: there is no such device.
     """
+    check_config(config)
     from ..plan.attention_report import ARCHITECTURES
     from ..plan.attention_report import explain_attention as explain
 

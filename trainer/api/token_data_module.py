@@ -21,6 +21,7 @@ from ..distributed.process_group import DistributedContext
 from ..evaluation.held_out_loss import pad_rows
 from ..lightning.lightning_imports import pl
 from ..utils.errors import UserError
+from .runs import check_config
 from .trainer_arguments import resolve_for_trainer
 
 Batch = dict[str, Any]
@@ -43,6 +44,7 @@ class TokenDataModule(pl.LightningDataModule):
 
     def __init__(self, config: RunConfig) -> None:
         super().__init__()
+        check_config(config)
         self.config = config
         self.data: Data | None = None
         self._run: ResolvedRun | None = None

@@ -66,6 +66,7 @@ class UserCallbacks:
         problems += [f"the callback {key} is given twice" for key in sorted({k for k in keys if keys.count(k) > 1})]
         if problems:
             raise UserError(problems)
+        self.state()  # what a checkpoint cannot hold is told before training
 
     def publish(self, trainer: pl.Trainer, metrics: Mapping[str, float]) -> None:
         """Make metrics visible in `trainer.callback_metrics`."""
@@ -104,6 +105,9 @@ class UserCallbacks:
 def _problems(callback: Any) -> Iterator[str]:
     """Yield why a callback cannot act in `stoker train`."""
     name = type(callback).__name__
+    if isinstance(callback, type):
+        yield f"{callback.__name__} is a class; give an instance, {callback.__name__}()"
+        return
     if not isinstance(callback, pl.Callback):
         yield f"{name} is not a callback; derive it from pytorch_lightning.Callback"
         return

@@ -419,6 +419,8 @@ def _crash(error: Exception, arguments: list[str]) -> int:
     whose = "internal error in stoker"
     if place is not None or isinstance(error, ExtensionError):
         whose = f"error in a component of your own{'' if place is None else f' ({place})'}"
+    elif "--import" in arguments:
+        whose = "error in stoker, or in how a component of your own is called"
     trace = "".join(traceback.format_exception(error))
     summary = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
     path = save_traceback(f"stoker {' '.join(redact_arguments(arguments))}\nPython {sys.version}\n\n{trace}")

@@ -65,6 +65,7 @@ def fit(
         # Lightning counts optimizer steps here; starting from zero it would stop too late after a resume.
         progress = trainer.fit_loop.epoch_loop.manual_optimization.optim_step_progress.total
         progress.ready = progress.completed = module.step
+        trainer.fit_loop.epoch_loop._batches_that_stepped = module.step  # of what callbacks log with `self.log`
         # Raised for a signal that arrives before our handlers are restored; `StopHandler` has recorded it too.
         with suppress(SIGTERMException):
             trainer.fit(module)

@@ -14,6 +14,8 @@ from pathlib import Path
 from ..utils import environment
 from ..utils.errors import UserError
 
+_PACKAGE = Path(__file__).resolve().parents[2]
+
 
 def import_plugins(names: Sequence[str]) -> None:
     """Import modules by their dotted names, from the installed packages or else the current directory.
@@ -35,6 +37,8 @@ def import_plugins(names: Sequence[str]) -> None:
         try:
             importlib.import_module(name)
         except ModuleNotFoundError as error:
+            if name.endswith(".py"):
+                raise UserError(f"--import {name}: write the name of the module, --import {name[:-3]}") from None
             if error.name is None or not (name == error.name or name.startswith(f"{error.name}.")):
                 raise _failed(name, error) from error
             raise UserError(f"--import {name}: there is no such module, neither installed nor in {cwd}") from None
@@ -47,10 +51,10 @@ def _failed(name: str, error: Exception) -> UserError:
     where = ""
     while trace is not None:
         code = trace.tb_frame.f_code
-        if not code.co_filename.startswith("<frozen "):
+        if not code.co_filename.startswith(("<frozen ", str(_PACKAGE))):
             where = f" ({code.co_filename}:{trace.tb_lineno})"
         trace = trace.tb_next
     if isinstance(error, SyntaxError) and error.filename:
         where = f" ({error.filename}:{error.lineno})"
-    text = " ".join(str(error).split())[:300]
+    text = " ".join(str(error).split())[:300].rstrip(".")
     return UserError(f"--import {name}: {type(error).__name__}: {text}{where}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from operator import attrgetter
 
 from ....models.config.extensions import extension_names
 from ....models.config.key_block import Finding
@@ -33,7 +34,8 @@ def component_names_are_known(context: RuleContext) -> Iterator[Finding]:
             own = ", ".join(registered[:_LISTED]) + ", ..." * (len(registered) > _LISTED)
             built_in = f"one of {', '.join(key.built_in)}, or " if key.built_in else ""
             near = closest(name, [*key.built_in, *registered])
-            suggestion = f"did you mean {key.path}={near}?" if near else ""
+            written = f"[{near}]" if isinstance(attrgetter(key.path)(context.root), list) else near
+            suggestion = f"did you mean {key.path}={written}?" if near else ""
             yield Finding.error(
                 (key.path,),
                 f"`{key.path.rpartition('.')[2]}` ({name}) must be {built_in}a registered {key.kind} "
