@@ -113,6 +113,8 @@ def test_keys_without_effect_take_what_a_run_takes(family: Family) -> None:
             tree = nested(path, value, family)
             accepted = not any(verdict.error for verdict in KeyStates(tree, str).verdicts)
             found = errors("primary", tree)
+            if type(value) is int and any(type(other) is float and value == other for other in row.accepts):
+                continue  # 1 is 1.0 in JSON
             if (found and accepted) or not (found or accepted or row.same_as or row.switch):
                 wrong.append(f"{path}={value!r}: a run {'accepts' if accepted else 'rejects'} it")
     assert wrong == []

@@ -248,6 +248,9 @@ def _insert(block: Schema, names: list[str], row: KeyRow) -> None:
     elif rest:
         empty = {**_inactive(row), "type": _INACTIVE_BLOCK, "properties": {}, "additionalProperties": False}
         inner = block["properties"].setdefault(name, {word: empty[word] for word in empty if word != "anyOf"})
+        if all(value in ({}, None) for value in inner.get("anyOf", [{}])[0].get("enum", [0])):  # refused unless empty
+            del inner["anyOf"]
+            inner |= {word: empty[word] for word in ("type", "properties", "additionalProperties")}
         if "properties" in inner:
             _insert(inner, rest, row)
     else:
@@ -319,7 +322,9 @@ def _or_interpolation(schema: Schema) -> Schema:
         ]
         return {"anyOf": [{"enum": values}, _INTERPOLATION]}
     types = [alternative["type"] for alternative in alternatives]
-    takes_text = any(alternative["type"] == "string" and "enum" not in alternative for alternative in alternatives)
+    takes_text = any(
+        alternative["type"] == "string" and not {"enum", "const"} & alternative.keys() for alternative in alternatives
+    )
     numbers = types.count("integer") + types.count("number")
     if numbers <= 1 and not any("enum" in alternative or "const" in alternative for alternative in alternatives):
         merged = {word: value for alternative in alternatives for word, value in alternative.items()}
