@@ -97,7 +97,8 @@ def here(tmp_path, monkeypatch):
 class Starts:
     """Stands in for the processes of a job; `ends` gives what each comes to."""
 
-    def __init__(self, *ends):
+    def __init__(self, *ends, may_exist=False):
+        self.may_exist = may_exist
         self.ends = list(ends)
         self.configs = []
         self.said = []
@@ -105,7 +106,8 @@ class Starts:
     def __call__(self, config, placement):
         self.configs.append(config)
         directory = Path(config.root.exp_manager.explicit_log_dir)
-        directory.mkdir(parents=True)
+        directory.mkdir(parents=True, exist_ok=self.may_exist)
+        config.save(directory / "config.resolved.json")
         figures = [{"step": 1, "loss": 9.0}, {"step": 4, "val_loss": 3.0}, {"step": 8, "val_loss": 4.0}]
         (directory / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in figures) + '{"step"')
         end = self.ends.pop(0) if self.ends else 0
@@ -303,6 +305,31 @@ def test_other_jobs_are_not_mixed_into_a_sweep(here):
     (here / "runs/tiny/multirun" / multirun.RECORD_FILE).write_text("[]")
     with pytest.raises(UserError, match="cannot be read"):
         Starts().sweep("model.seed=1,2", resume)
+
+
+def test_a_grid_goes_on_for_longer_but_with_no_other_model(here):
+    resume = ["model.seed=1,2", "exp_manager.resume_if_exists=true"]
+    assert Starts().sweep(*resume) == 0
+    recorded = (here / "runs/tiny/multirun" / multirun.RECORD_FILE).read_bytes()
+    other = Starts()
+    with pytest.raises(
+        UserError, match=r"job 0: `model.num_layers` was \d+ and is 5 now; repeat .* elsewhere"
+    ) as error:
+        other.sweep(*resume, "model.num_layers=5", "trainer.max_steps=9")
+    assert len(error.value.lines) == 1
+    assert other.configs == []
+    assert (here / "runs/tiny/multirun" / multirun.RECORD_FILE).read_bytes() == recorded
+    longer = Starts(may_exist=True)
+    assert longer.sweep(*resume, "trainer.max_steps=9", "trainer.log_every_n_steps=3") == 0
+    assert [config.root.trainer.max_steps for config in longer.configs] == [9, 9]
+
+
+def test_a_failed_job_may_start_again_with_what_mends_it(here):
+    resume = ["model.seed=1,2", "exp_manager.resume_if_exists=true"]
+    assert Starts(UserError("no", 2), UserError("no", 2)).sweep(*resume) == 2
+    again = Starts(may_exist=True)
+    assert again.sweep(*resume, "model.num_layers=5") == 0
+    assert len(again.configs) == 2
 
 
 @pytest.mark.parametrize("key", ["exp_manager.exp_dir", "exp_manager.explicit_log_dir", "hydra.sweep.dir"])

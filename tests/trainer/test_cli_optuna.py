@@ -45,6 +45,7 @@ class Jobs:
         self.roots.append(root)
         directory = Path(root.exp_manager.explicit_log_dir)
         directory.mkdir(parents=True, exist_ok=True)
+        config.save(directory / "config.resolved.json")
         figures = [{"step": 4, "val_loss": self.loss(root)}, {"step": 8, "val_loss": self.loss(root) + 5}]
         (directory / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in figures))
         end = self.ends.get(len(self.roots) - 1, 0)
@@ -169,10 +170,32 @@ def test_a_search_goes_on(here, storage):
     assert done.roots == []
 
 
+def test_a_search_goes_on_as_the_same_one_only(here):
+    words = [LR, "hydra.sweeper.n_trials=2", "hydra.sweep.dir=s", "model.optim.name=adamw"]
+    resume = "exp_manager.resume_if_exists=True"
+    assert Jobs().sweep(*words) == 0
+    before = (here / "s" / multirun.RECORD_FILE).read_bytes()
+    for changed, says in (
+        (["trainer.max_steps=400"], r"job 0: `trainer.max_steps` was \d+ and is 400 now; repeat its overrides"),
+        (["model.num_layers=3"], "`model.num_layers` was"),
+        (["model.optim.lr=interval(0.1,0.5)"], r"`model.optim.lr` in \[0.1, 1.0\], now \[0.1, 0.5\]; repeat"),
+        (["model.seed=choice(1,2)"], r"`model.seed` in nothing, now {1, 2}; repeat"),
+        (["exp_manager.checkpoint_callback_params.mode=max"], "was to minimize, and .*mode=max is to maximize; set"),
+    ):
+        jobs = Jobs()
+        with pytest.raises(UserError, match=says) as error:
+            jobs.sweep(*words, *changed, resume, "hydra.sweeper.n_trials=3")
+        assert (jobs.roots, len(error.value.lines)) == ([], 1)
+        assert (here / "s" / multirun.RECORD_FILE).read_bytes() == before
+    more = Jobs()
+    assert more.sweep(*words, resume, "hydra.sweeper.n_trials=3") == 0
+    assert numbers(more) == [2]
+
+
 @looped(
     ("words", "says"),
     [
-        (["hydra.sweeper.direction=maximize"], "contradicts the metric that ranks the checkpoints, `val_loss`"),
+        (["hydra.sweeper.direction=maximize"], "contradicts .*mode=min, by which `val_loss`.*set the mode to max"),
         (["hydra/sweeper/sampler=grid"], "`model.optim.lr` is an interval, which has no grid"),
         (["hydra.sweeper.storage=nowhere:///x"], "cannot open the study"),
         (["hydra.sweep.subdir=x"], "gives several jobs one directory"),

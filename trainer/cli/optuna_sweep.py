@@ -51,6 +51,9 @@ STUDY_FILE = "optuna_study.log"
 _DIRECTORY = "directory"
 """Attribute of a trial: the sweep directory, so that another sweep with the same study leaves it alone."""
 
+_MODES = {"minimize": "min", "maximize": "max"}
+"""`exp_manager.checkpoint_callback_params.mode` of each direction."""
+
 OpenSweep = Callable[[Sequence[Job], LoadJob], Sweep]
 
 
@@ -161,11 +164,13 @@ class Search:
             UserError: it does not.
         """
         keys = config.root.exp_manager.checkpoint_callback_params
-        ranked = {"min": "minimize", "max": "maximize"}[keys.mode]
-        if self._keys.direction not in (None, ranked):
+        ranked = next(name for name, mode in _MODES.items() if mode == keys.mode)
+        asked = self._keys.direction
+        if asked not in (None, ranked):
             raise UserError(
-                f"hydra.sweeper.direction ({self._keys.direction}) contradicts the metric that ranks the checkpoints, "
-                f"`{keys.monitor}` with exp_manager.checkpoint_callback_params.mode={keys.mode}; change one of them"
+                f"hydra.sweeper.direction={asked} contradicts exp_manager.checkpoint_callback_params.mode={keys.mode}, "
+                f"by which `{keys.monitor}` ranks the checkpoints; leave the direction out, or set the mode to "
+                f"{_MODES.get(asked or '', 'min')}"
             )
         return ranked
 
@@ -186,8 +191,31 @@ class Search:
                 f"hydra.sweeper.storage ({url or STUDY_FILE}): cannot open the study: {' '.join(str(error).split())}"
             ) from None
         if study.direction.name.lower() != direction:
-            raise UserError(f"the study `{name}` in {url or sweep.directory} has the direction {study.direction.name}")
+            raise UserError(
+                f"the study `{name}` in {url or sweep.directory} was to {study.direction.name.lower()}, and "
+                f"exp_manager.checkpoint_callback_params.mode={_MODES[direction]} is to {direction}; set the mode to "
+                f"{_MODES[study.direction.name.lower()]}, or write elsewhere with another {sweep.elsewhere}"
+            )
         return study
+
+    def _check_same_space(self, study: Any, sweep: Sweep) -> None:
+        """Check that the trials of a sweep have been chosen from what is searched now.
+
+        Raises:
+            UserError: they have not, or others of the study have kinds of values that Optuna cannot mix with these.
+        """
+        space = {name: item.distribution(self._optuna) for name, item in self._space.items()}
+        for trial in study.get_trials(deepcopy=False):
+            is_own = trial.user_attrs.get(_DIRECTORY) == str(sweep.directory)
+            for name in {**trial.distributions, **space} if is_own else trial.distributions.keys() & space.keys():
+                before, now = trial.distributions.get(name), space.get(name)
+                mixes = not is_own and type(before) is type(now) and isinstance(now, _numbers(self._optuna))
+                if before != now and not mixes:
+                    raise UserError(
+                        f"the study `{study.study_name}` has searched another space: `{name}` in {_domain(before)}, "
+                        f"now {_domain(now)}; repeat its overrides to resume it, or write elsewhere with another "
+                        f"{sweep.elsewhere}" + ("" if self._keys.storage is None else " and hydra.sweeper.study_name")
+                    )
 
     def _sampler(self, num_trials: int) -> Any:
         """Return the sampler; after a resume it draws other values than at the start."""
@@ -209,6 +237,7 @@ class Search:
         state = self._optuna.trial.TrialState
         known = {row.get("number"): row for row in read_rows(sweep.directory)}
         pending: list[int] = []
+        self._check_same_space(study, sweep)
         for trial in study.get_trials(deepcopy=False):
             if trial.user_attrs.get(_DIRECTORY) != str(sweep.directory):
                 continue
@@ -223,7 +252,10 @@ class Search:
                 pending.append(len(sweep.runs) - 1)
             else:
                 sweep.runs[-1] = replace(run, exit_code=row.get("exit_code"), metrics=read_metrics(run))
-                print(f"job {trial.number}: {job_label(run.job)}: already finished", flush=True)
+        sweep.check_same_configurations(sweep.runs)  # else their objectives would not be comparable
+        for place, run in enumerate(sweep.runs):
+            if place not in pending:
+                print(f"job {run.job.number}: {job_label(run.job)}: already finished", flush=True)
         at_once = self._keys.n_jobs or (2 if self._is_parallel else 1)
         while pending or len(sweep.runs) < sweep.total:
             failed: dict[int, str] = {}
@@ -342,6 +374,21 @@ def _parameter(override: Override, options: Options) -> Parameter:
             step = abs(float(value.step))
         return Parameter(texts, numbers[0], numbers[-1], step)
     return Parameter(tuple(dict.fromkeys(texts)))
+
+
+def _numbers(optuna: Any) -> tuple[type, ...]:
+    """Return the distributions whose bounds Optuna lets trials of one study differ in."""
+    return optuna.distributions.IntDistribution, optuna.distributions.FloatDistribution
+
+
+def _domain(distribution: Any) -> str:
+    """Return what a distribution holds, for messages."""
+    if distribution is None:
+        return "nothing"
+    if hasattr(distribution, "choices"):
+        return f"{{{', '.join(map(str, distribution.choices))}}}"
+    step = f" in steps of {distribution.step}" if distribution.step not in (None, 1) else ""
+    return f"[{distribution.low}, {distribution.high}]{step}" + (", logarithmic" if distribution.log else "")
 
 
 def _as_sampled(parameter: Parameter, text: str) -> Any:

@@ -4,22 +4,41 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from ..config.dotted_paths import leaves
 from ..config.run_config import RunConfig
 from ..config.schema.exp_manager import canonical_metric_name
+from ..config.schema.key_index import format_value, schema_keys
 from ..config.sweep_overrides import Job
 from ..distributed.placement import Placement
 from ..utils.durable_files import atomic_write
-from ..utils.errors import EXIT_IO, EXIT_OK, UserError
-from ..utils.redaction import redact
+from ..utils.errors import EXIT_INTERRUPTED, EXIT_IO, EXIT_OK, EXIT_TERMINATED, UserError
+from ..utils.redaction import redact, redact_value
+from ..utils.text import truncate_lines
 
 RECORD_FILE = "multirun.json"
 """File in the sweep directory with jobs, overrides, directories and exit codes."""
 _MAX_RECORD_BYTES = 64 << 20
+_RESOLVED_CONFIG = "config.resolved.json"
+_MAX_SHOWN_KEYS = 6
+_STARTED = (None, EXIT_OK, EXIT_INTERRUPTED, EXIT_TERMINATED)
+"""Exit codes of jobs that resume from checkpoints of their own; one that failed may start with what mends it."""
+_OF_DIRECTORY = (
+    "exp_manager.explicit_log_dir",
+    "exp_manager.resume_if_exists",
+    "exp_manager.resume_ignore_no_checkpoint",
+)
+_OF_LENGTH_AND_REPORT = (
+    *("exp_manager.", "env_vars.", "trainer.max_", "trainer.log_every_n_steps", "trainer.val_check_interval"),
+    *("trainer.check_val_every_n_epoch", "trainer.limit_", "trainer.num_sanity_val_steps", "trainer.devices"),
+    *("trainer.num_nodes", "trainer.accelerator", "trainer.enable_", "model.micro_batch_size"),
+    *("model.data.num_workers", "model.activations_checkpoint_"),
+)
+"""Prefixes of keys with which a job goes on as the same one: how long it trains, what it reports and where it runs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,10 +94,49 @@ class Sweep:
         """Mark the jobs that a record in the directory says are finished.
 
         Raises:
-            UserError: the directory holds another sweep, or one that may not be resumed.
+            UserError: the directory holds another sweep, one of other configurations, or one that may not be resumed.
         """
         known = read_record(self.directory, [run.job for run in self.runs], self.can_resume, self.elsewhere)
+        started = [run for run, row in zip(self.runs, known, strict=True) if row.get("exit_code") in _STARTED]
+        self.check_same_configurations(started, may_change=_OF_LENGTH_AND_REPORT)
         self.runs = [mark_finished(run, row) for run, row in zip(self.runs, known, strict=True)]
+
+    def check_same_configurations(self, runs: Sequence[SweepRun], may_change: Sequence[str] = ()) -> None:
+        """Check that jobs have the configuration with which they were started, before any of them is started again.
+
+        Args:
+            may_change: prefixes of keys that may have other values.
+
+        Raises:
+            UserError: one has not; the message names the keys.
+        """
+        for run in runs:
+            changes = list(_changes(run, (*_OF_DIRECTORY, *may_change)))
+            if changes:
+                shown = "; ".join(truncate_lines(changes, _MAX_SHOWN_KEYS))
+                raise UserError(
+                    f"{self.directory} holds a sweep with another configuration, as of job {run.job.number}: {shown}; "
+                    f"repeat its overrides to resume it, or write elsewhere with another {self.elsewhere}"
+                )
+
+
+def _changes(run: SweepRun, may_change: tuple[str, ...]) -> Iterator[str]:
+    """Yield a text for each key that has another value than when a job was started; none if it was not."""
+    try:
+        saved = json.loads((run.directory / _RESOLVED_CONFIG).read_text(encoding="utf-8"))
+        before = dict(leaves(saved))
+    except (OSError, ValueError, AttributeError, RecursionError):
+        return
+    after = dict(leaves(json.loads(json.dumps(run.config.document))))
+    known = schema_keys(run.config.root.model.family)
+    if run.config.root.trainer.max_epochs is not None:  # by which a run replaces the steps that it saves
+        may_change += ("trainer.max_steps",)
+    for path in {**before, **after}:
+        default = known[path].default if path in known else None  # of a key that another version did not know
+        values = [format_value(each.get(path, default)) for each in (before, after)]
+        if values[0] != values[1] and not path.startswith(may_change):
+            was, now = (redact_value(path, value) for value in values)
+            yield f"`{path}` was {was} and is {now} now"
 
 
 def job_label(job: Job) -> str:
