@@ -32,6 +32,17 @@ def test_cfg_prints_what_is_composed(shown):
     assert yaml.safe_load(shown("train -m --cfg hydra"))["hydra"]["mode"] == "MULTIRUN"
 
 
+def test_of_a_sweep_the_first_job_is_shown(shown, capsys):
+    words = "model.seed=2,3 model.optim.lr=interval(0.1,0.5) model=glob(gpt_1*m) model.num_layers=3"
+    job = yaml.safe_load(shown(f"train -m --cfg job --resolve name=n${{hydra:job.num}} {words}"))
+    model = job["model"]
+    assert (model["seed"], model["optim"]["lr"], model["num_layers"], job["name"]) == (2, 0.1, 3, "n0")
+    assert "model/gpt_125m" in shown(f"train -m --info defaults {words}")
+    assert main(["train", "-m", "--cfg", "hydra", "model.seed=2,3"]) == 0
+    out, err = capsys.readouterr()
+    assert (yaml.safe_load(out)["hydra"]["mode"], err) == ("MULTIRUN", "note: as in the first job, with model.seed=2\n")
+
+
 def test_resolve_and_package(shown, monkeypatch):
     optim = shown("config --resolve --cfg job --package model.optim model.optim.lr=0.5")
     assert optim.startswith("# @package model.optim\nname: adamw\n")
@@ -82,3 +93,9 @@ def test_a_mode_of_files_starts_a_sweep(shown, tmp_path, monkeypatch):
     monkeypatch.setattr("stoker.trainer.cli.multirun.sweep", lambda *given, **options: started.append(given[:3]) or 7)
     shown("train -cn h -cd . model.seed=3", 7)
     assert started == [("h", Path(), ["model.seed=3"])]
+    shown("train -cn h -cd . model.seed=3,4", 7)
+    shown("train model.seed=3,4 hydra.mode=MULTIRUN", 7)
+    shown("finetune model.seed=3,4 hydra.mode=MULTIRUN model.restore_from_path=x", 7)
+    assert [words[0] for _, _, words in started[1:]] == ["model.seed=3,4"] * 3
+    assert "train with each: stoker train -m" in shown("train model.seed=3,4", 2)
+    assert "train with each: stoker train -m" in shown("train -cn h -cd . hydra.mode=RUN model.seed=3,4", 2)

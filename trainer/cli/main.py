@@ -255,10 +255,10 @@ def _add_config_verb_arguments(parser: argparse.ArgumentParser) -> None:
 def _train(args: argparse.Namespace) -> int:
     if args.restart is not None:
         args.overrides.append(f"trainer.max_restarts={args.restart}")
-    if args.multirun:
+    if args.multirun or _mode_is_multirun(args):
         return _sweep(args)
     config = load_config(args)
-    if config.hydra is not None and config.hydra.is_multirun:  # hydra.mode: MULTIRUN
+    if config.hydra is not None and config.hydra.is_multirun:
         return _sweep(args)
     _print_findings(config.findings)
     from ..distributed.placement import resolve_placement
@@ -281,6 +281,25 @@ def _train(args: argparse.Namespace) -> int:
     from ..train import train
 
     return train(config)
+
+
+def _mode_is_multirun(args: argparse.Namespace) -> bool:
+    """Return True if some override has several values, as only those of a sweep may, and `hydra.mode` is MULTIRUN."""
+    from ..config.hydra_node import RunContext
+    from ..config.load import load_hydra_settings
+    from ..config.sweep_overrides import fixed_overrides, hydra_overrides
+
+    of_hydra, words = hydra_overrides(args.overrides)
+    fixed = fixed_overrides(words)
+    if len(fixed) == len(words):
+        return False
+    name = args.config_name or ("finetune" if args.finetune else "train")
+    try:
+        return load_hydra_settings(
+            name, args.config_dir, [*of_hydra, *fixed], config_path=args.config_path, context=RunContext()
+        ).is_multirun
+    except UserError:
+        return False  # reported with the other problems of the configuration
 
 
 def _warn_late_env_vars(imports: Sequence[str], config: RunConfig) -> None:

@@ -27,10 +27,11 @@ from ..config.overrides import parse_overrides
 from ..config.problems import ConfigError, Problem
 from ..config.schema.key_index import defaults_tree
 from ..config.schema.root import family_of
+from ..config.sweep_overrides import first_values
 from ..config.yaml_reader import SWEPT_DOT
 from ..utils import environment
 from ..utils.errors import EXIT_OK, UserError
-from ..utils.redaction import is_secret, redact_value
+from ..utils.redaction import is_secret, redact, redact_value
 
 _VARIABLE = re.compile(r"oc\.env:\s*(\w+)")
 _PLUGINS = {
@@ -49,16 +50,23 @@ def show_composition(args: argparse.Namespace) -> int:
         UserError: a file, choice or key does not exist, or `--resolve` cannot resolve a value.
     """
     name = args.config_name or ("finetune" if args.finetune else "train")
-    context = RunContext(is_multirun=getattr(args, "multirun", False))
-    draft, _ = compose_draft(name, args.config_dir, args.overrides, config_path=args.config_path, context=context)
+    composer = Composer(
+        args.config_dir, environment.config_folders(environment.snapshot()), config_path=args.config_path
+    )
+    context, overrides = RunContext(), args.overrides
+    if getattr(args, "multirun", False):
+        overrides, swept = first_values(
+            overrides, lambda group: composer.options(group) if composer.is_group(group) else ()
+        )
+        context = RunContext(is_multirun=True, job_number=0 if swept else None, swept=tuple(swept))
+        if swept:
+            print(f"note: as in the first job, with {' '.join(map(redact, swept))}", file=sys.stderr, flush=True)
+    draft, _ = compose_draft(name, args.config_dir, overrides, config_path=args.config_path, context=context)
     _check_overrides(draft)
     if args.cfg is not None:
         sys.stdout.write(_composed(draft, args.cfg, args.package, args.resolve))
     if args.info is not None:
-        composer = Composer(
-            args.config_dir, environment.config_folders(environment.snapshot()), config_path=args.config_path
-        )
-        choices = parse_overrides(args.overrides, composer.is_group).group_choices
+        choices = parse_overrides(overrides, composer.is_group).group_choices
         found = composer.defaults_list(name, choices)
         parts = {
             "searchpath": lambda: map(display_path, composer.directories),

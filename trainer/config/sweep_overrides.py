@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Glob, Override
+from hydra.core.override_parser.types import Glob, IntervalSweep, Override
 
 from ..utils.errors import UserError
 from .overrides import OverrideError, duplicate_problem, parse_override
@@ -100,6 +100,29 @@ def expand_jobs(overrides: Sequence[str], options: Options) -> list[Job]:
         Job(number, combination, tuple(text for text, varies in zip(combination, swept, strict=True) if varies))
         for number, combination in enumerate(itertools.product(*alternatives))
     ]
+
+
+def first_values(overrides: Sequence[str], options: Options) -> tuple[list[str], list[str]]:
+    """Return the overrides of a sweep with the first value of each that varies, and those alone."""
+    parser = OverridesParser.create()
+    words, of_jobs = hydra_overrides(overrides)
+    swept: list[str] = []
+    for typed in of_jobs:
+        try:
+            override = parse_override(parser, typed)
+            value = override.value()
+            if not override.is_sweep_override():
+                words.append(typed)
+                continue
+            swept.append(
+                f"{override.get_key_element()}={value.start}"
+                if isinstance(value, IntervalSweep)
+                else alternatives_of(override, options)[0]
+            )
+            words.append(swept[-1])
+        except OverrideError:
+            words.append(typed)  # reported with the other problems of the configuration
+    return words, swept
 
 
 def alternatives_of(override: Override, options: Options) -> list[str]:
