@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -69,11 +70,23 @@ def test_two_ranks_three_jobs_one_failing(here, words):
         assert "failed trial" in done.stderr
 
 
-def test_jobs_of_a_stopped_sweep_save_a_checkpoint(here):
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGKILL, -9)], ids=["term", "int", "kill"]
+)
+def test_jobs_of_a_stopped_sweep_save_a_checkpoint(here, number, code):
+    """SIGINT is that of a terminal, to all processes of the group; after SIGKILL the jobs end by themselves."""
     pytest.importorskip("submitit")
     words = ["model.seed=1,2", *LOCAL, "exp_manager.resume_if_exists=True", "trainer.log_every_n_steps=1"]
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}
-    started = subprocess.Popen([*TRAIN, *words, "trainer.max_steps=1000000"], cwd=here, env=environ)
+    with (here / "out").open("w") as out:
+        started = subprocess.Popen(
+            [*TRAIN, *words, "trainer.max_steps=1000000"],
+            cwd=here,
+            env=environ,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
     try:
         deadline = time.monotonic() + 300
         files = [here / "s" / str(number) / "metrics.jsonl" for number in range(2)]
@@ -81,9 +94,18 @@ def test_jobs_of_a_stopped_sweep_save_a_checkpoint(here):
             assert time.monotonic() < deadline
             assert started.poll() is None
             time.sleep(0.2)
-        started.terminate()
-        assert started.wait(300) == 143
+        (os.killpg if number == signal.SIGINT else os.kill)(started.pid, number)
+        assert started.wait(300) == code
     finally:
         started.kill()
-    assert [row["exit_code"] for row in rows(here)] == [143, 143]
+    exits = [here / "s" / ".submitit" / f"job_{number}.exit.json" for number in range(2)]
+    while number == signal.SIGKILL and not all(file.is_file() for file in exits):
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    assert [json.loads(file.read_text())["exit_code"] for file in exits] == [143, 143]
+    if number != signal.SIGKILL:
+        assert [row["exit_code"] for row in rows(here)] == [143, 143]
+        said = (here / "out").read_text()
+        assert "to resume: stoker train -m" in said.splitlines()[-1]
+        assert "Traceback" not in said
     assert all(list((here / "s" / str(number) / "checkpoints").glob("step-*")) for number in range(2))

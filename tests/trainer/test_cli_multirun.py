@@ -178,12 +178,21 @@ def test_a_failing_job_stops_no_other_and_the_first_gives_the_exit_code(here, ca
 
 
 @pytest.mark.parametrize("code", [130, 143])
-def test_a_signal_ends_the_sweep(here, code, capsys):
+def test_a_signal_ends_the_sweep(here, code, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["stoker", "train", "-m", "model.seed=1,2,3", "name=a b"])
     starts = Starts(UserError("before", 2), code)
     assert starts.sweep("model.seed=1,2,3") == code
     rows = record(here / "runs" / "tiny" / "multirun" / "v")
     assert [row["exit_code"] for row in rows] == [2, code, None]
-    assert capsys.readouterr().out.splitlines()[-2].split()[1] == "-"
+    *_, last, count, resume = capsys.readouterr().out.splitlines()
+    assert last.split()[1] == "-"
+    sweep = here / "runs" / "tiny" / "multirun" / "v"
+    assert count == f"3 jobs in {sweep}"
+    words = f"exp_manager.resume_if_exists=True hydra.sweep.dir={sweep}"
+    assert resume == f"to resume: stoker train -m model.seed=1,2,3 'name=a b' {words}"
+    again = Starts(may_exist=True)
+    assert again.sweep("model.seed=1,2,3", *words.split()) == 0
+    assert [config.root.model.seed for config in again.configs] == [1, 2, 3]
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])

@@ -147,13 +147,16 @@ def test_an_invalid_job_is_a_failed_trial(here):
 
 
 @pytest.mark.parametrize("storage", [None, *extra("sqlite:///study.db")])
-def test_a_search_goes_on(here, storage):
+def test_a_search_goes_on(here, storage, capsys):
     words = [LR, "hydra.sweeper.n_trials=5", "hydra.sweep.dir=s"]
     words += [f"hydra.sweeper.storage={storage}"] if storage else []
     resume = "exp_manager.resume_if_exists=True"
     first = Jobs(ends={2: 143})
     assert first.sweep(*words, resume) == 143
     assert numbers(first) == [0, 1, 2]
+    *_, stopped, count, to_resume = capsys.readouterr().out.splitlines()
+    assert stopped.split()[:2] == ["2", "143"]
+    assert (count, to_resume[:18]) == (f"3 jobs in {here / 's'}", "to resume: stoker ")
     with pytest.raises(UserError, match="already holds a sweep; resume it"):
         Jobs().sweep(*words)
     again = Jobs()

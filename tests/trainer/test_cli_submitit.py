@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from tiny_run import tiny_config, tiny_document
 
-from stoker.trainer.cli import job_entry, multirun
+from stoker.trainer.cli import job_entry, multirun, submitit_jobs
 from stoker.trainer.cli.submitit_jobs import SubmititJobs
 from stoker.trainer.config.schema.hydra import LocalLauncher
 from stoker.trainer.utils.errors import UserError
@@ -74,6 +74,17 @@ def test_an_array_of_slurm(here, monkeypatch, capsys):
     assert "cuda_visible_devices" not in task
 
 
+def test_ctrl_c_does_not_reach_what_submitit_starts(here, monkeypatch):
+    """The mask is inherited; the script of sbatch stands for any process that submitit starts."""
+    monkeypatch.setenv("ENDS", "0:0")
+    masks = "import signal; told.write(f'blocked {signal.pthread_sigmask(signal.SIG_BLOCK, [])}')"
+    script = (here / "bin" / "sbatch").read_text()
+    (here / "bin" / "sbatch").write_text(script.replace("    told.write", f"    {masks}\n    told.write", 1))
+    assert sweep("hydra/launcher=submitit_slurm") == 0
+    assert "<Signals.SIGINT: 2>" in (here / "sbatch.txt").read_text().partition("\n")[0]
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
+
+
 def test_a_job_that_ends_without_an_exit_code(here, monkeypatch):
     monkeypatch.setenv("ENDS", "0:none")
     monkeypatch.setattr("submitit.SlurmJob.done", lambda job: True)  # asks sacct once a minute
@@ -112,6 +123,19 @@ def test_a_job_reads_its_file_and_reports(tmp_path, monkeypatch):
     assert job_entry.main() == 2
     outcome = json.loads((tmp_path / "e").read_text())
     assert (outcome["exit_code"], outcome["error"][:25]) == (2, "the configuration changed")
+
+
+def test_a_local_job_ends_when_its_sweep_does(monkeypatch):
+    signals = []
+    monkeypatch.setattr(os, "kill", lambda *given: signals.append(given))
+    with submitit_jobs._locked_file() as lock:
+        waits = job_entry._stop_with(lock)
+        waits.join(0.2)
+        assert signals == []
+    waits.join(60)
+    assert signals == [(os.getpid(), signal.SIGTERM)]
+    job_entry._stop_with(lock).join(60)
+    assert len(signals) == 2
 
 
 CANCELLED = """

@@ -5,10 +5,12 @@ The file holds the frozen configuration; log, exit code and the first line of an
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -38,10 +40,27 @@ def main() -> int:
         os._exit(EXIT_CODES[signal.Signals(number)])
 
     set_handlers(stop, tuple(EXIT_CODES))
-    signal_when_parent_ends(signal.SIGTERM)  # of a cancelled job submitit kills its own process only
+    signal_when_parent_ends(signal.SIGTERM)  # after its time limit submitit kills its own process only
+    if task.get("lock_file"):
+        _stop_with(task["lock_file"])
     code = exit_code_of(lambda: _run(task, errors), sys.argv[1:])
     report(code)
     return code
+
+
+def _stop_with(lock: str) -> threading.Thread:
+    """Send this process SIGTERM when the sweep gives up the lock of a file, or has ended before; return the thread."""
+
+    def wait() -> None:
+        import fcntl
+
+        with contextlib.suppress(FileNotFoundError), open(lock, encoding="utf-8") as file:
+            fcntl.flock(file, fcntl.LOCK_SH)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    thread = threading.Thread(target=wait, name="sweep", daemon=True)
+    thread.start()
+    return thread
 
 
 def _write_log(path: Path) -> None:

@@ -8,6 +8,9 @@ the frozen configuration, so the sweep continues however a job ends, and all ran
 
 from __future__ import annotations
 
+import re
+import shlex
+import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from operator import attrgetter
@@ -28,6 +31,7 @@ from ..distributed.placement import Placement, resolve_placement
 from ..utils import environment
 from ..utils.errors import EXIT_OK, UserError
 from ..utils.owned_files import check_owned
+from ..utils.redaction import redact_arguments
 from ..utils.text import pluralize
 from .launch_jobs import Launch, RunJob, run_one_by_one
 from .sweep_record import (
@@ -114,9 +118,26 @@ def sweep(
     opened.record()
     stopped = launch(opened, range(len(opened.runs)))
     opened.record()
-    count = pluralize(len(opened.runs), "job")
-    print("\n".join(["", *format_table(opened.runs, opened.directory), f"{count} in {opened.directory}"]), flush=True)
+    print_table(opened, stopped=bool(stopped))
     return stopped or next((run.exit_code for run in opened.runs if run.exit_code), EXIT_OK)
+
+
+def print_table(sweep: Sweep, *, stopped: bool) -> None:
+    """Print the jobs of a sweep; of one that a signal stopped also the command line that resumes it."""
+    lines = [*format_table(sweep.runs, sweep.directory), f"{pluralize(len(sweep.runs), 'job')} in {sweep.directory}"]
+    if stopped:
+        lines.append(f"to resume: {_resume_command(sweep)}")
+    print("\n".join(["", *lines]), flush=True)
+
+
+def _resume_command(sweep: Sweep) -> str:
+    words = redact_arguments(sys.argv[1:])
+    added = ["exp_manager.resume_if_exists=True"]
+    if sweep.key != "exp_manager.explicit_log_dir":  # that of the first start may have its time
+        place = str(sweep.directory)
+        quoted = place if re.fullmatch(r"[\w./-]+", place, re.ASCII) else "'" + place.replace("'", "\\'") + "'"
+        added.append(f"hydra.sweep.dir={quoted}")
+    return shlex.join(["stoker", *words, *(word for word in added if word not in words)])
 
 
 def _as_typed(value: Any) -> str:

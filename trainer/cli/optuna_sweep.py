@@ -33,8 +33,8 @@ from ..utils import environment
 from ..utils.durable_files import atomic_write
 from ..utils.errors import EXIT_BAD_INPUT, EXIT_OK, UserError
 from ..utils.text import pluralize
-from .launch_jobs import Launch
-from .multirun import LoadJob, job_placement, new_run
+from .launch_jobs import SIGNAL_EXIT_CODES, Launch
+from .multirun import LoadJob, job_placement, new_run, print_table
 from .sweep_record import (
     RECORD_FILE,
     Sweep,
@@ -155,7 +155,10 @@ class Search:
             sweep.total = min(sweep.total, math.prod(len(parameter.values) for parameter in self._space.values()))
         stopped = self._run_trials(study, sweep, load, launch, log)
         sweep.record()
-        return self._report(study, sweep, config) if stopped == EXIT_OK else stopped
+        if stopped == EXIT_OK:
+            return self._report(study, sweep, config)
+        print_table(sweep, stopped=stopped in SIGNAL_EXIT_CODES)
+        return stopped
 
     def _direction(self, config: RunConfig) -> str:
         """Return the direction, which must agree with what ranks the checkpoints.

@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import signal
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -72,7 +75,8 @@ class SubmititJobs:
         is_slurm = isinstance(self._settings, SlurmLauncher)
         limit = len(waiting) if is_slurm else self._settings.array_parallelism or len(waiting)
         code = EXIT_OK
-        with handlers_set(terminate):
+        with contextlib.ExitStack() as wants, handlers_set(terminate):
+            lock = None if is_slurm else wants.enter_context(_locked_file())
             try:
                 while waiting or running:
                     new = waiting[: max(0, limit - len(running))]
@@ -80,26 +84,28 @@ class SubmititJobs:
                     for place in new:
                         slots[place] = min(set(range(limit)) - {slots[other] for other in running})
                         running[place] = None
-                    running |= self._submit(sweep, new, slots)
+                    running |= self._submit(sweep, new, slots, lock)
                     for place in [place for place in running if self._has_ended(sweep, place, running[place])]:
                         self._finish(sweep, place, running.pop(place))
                     time.sleep(_POLL_SECONDS if running else 0)
             except (KeyboardInterrupt, Terminated) as stop:
                 code = EXIT_INTERRUPTED if isinstance(stop, KeyboardInterrupt) else EXIT_TERMINATED
+                wants.close()
                 self._cancel(sweep, {place: job for place, job in running.items() if job is not None})
         return code
 
-    def _submit(self, sweep: Sweep, places: Sequence[int], slots: dict[int, int]) -> dict[int, Any]:
+    def _submit(self, sweep: Sweep, places: Sequence[int], slots: dict[int, int], lock: str | None) -> dict[int, Any]:
         """Submit jobs, on SLURM as one array; return the job of each place."""
         if not places:
             return {}
         commands = []
         for place in places:
-            file = self._write_task(sweep, place, slots[place])
+            file = self._write_task(sweep, place, slots[place], lock)
             command = [sys.executable, "-m", "stoker.trainer.cli.job_entry", str(file)]
             commands.append(self._submitit.helpers.CommandFunction(command, cwd=Path.cwd()))
         try:
-            jobs = self._executor(sweep.directory).submit_array(commands)
+            with _sigint_blocked():
+                jobs = self._executor(sweep.directory).submit_array(commands)
         except (RuntimeError, ValueError, NameError, self._submitit.core.utils.FailedJobError) as error:
             raise UserError(f"the jobs cannot be submitted: {' '.join(str(error).split())}") from None
         for place, job in zip(places, jobs, strict=True):
@@ -123,7 +129,7 @@ class SubmititJobs:
         )
         return executor
 
-    def _write_task(self, sweep: Sweep, place: int, slot: int) -> Path:
+    def _write_task(self, sweep: Sweep, place: int, slot: int, lock: str | None) -> Path:
         """Write what a job needs, and remove its exit code of an earlier start; return the file."""
         run = sweep.runs[place]
         folder = sweep.directory / FOLDER
@@ -141,6 +147,7 @@ class SubmititJobs:
             "digest": run.config.digest,
             "exit_file": str(_exit_file(sweep, run)),
             "log_file": str(log),
+            "lock_file": lock,
         }
         if isinstance(self._settings, LocalLauncher):  # submitit hides all GPUs but the first `gpus_per_node`
             task["cuda_visible_devices"] = self._devices(slot)
@@ -175,8 +182,8 @@ class SubmititJobs:
             self._log(f"job {run.job.number}: {problem}")
 
     def _cancel(self, sweep: Sweep, running: dict[int, Any]) -> None:
-        """Cancel jobs, and wait for their exit codes."""
-        for job in running.values():
+        """Cancel jobs of SLURM, and wait for the exit codes of all."""
+        for job in running.values() if isinstance(self._settings, SlurmLauncher) else ():
             with contextlib.suppress(Exception):  # of scancel, for a job that has just ended
                 job.cancel(check=False)
         deadline = time.monotonic() + _STOP_SECONDS
@@ -184,6 +191,33 @@ class SubmititJobs:
             for place in [place for place in running if _exit_file(sweep, sweep.runs[place]).exists()]:
                 self._finish(sweep, place, running.pop(place))
             time.sleep(_POLL_SECONDS)
+
+
+@contextlib.contextmanager
+def _sigint_blocked() -> Iterator[None]:
+    """Block SIGINT, also in the processes that are started: Ctrl-C of the terminal then reaches this one only.
+
+    submitit's own would end with a traceback, and not pass it on. A Ctrl-C meanwhile is not lost.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextlib.contextmanager
+def _locked_file() -> Iterator[str]:
+    """Lock a file of this machine; its local jobs end when the lock does, also if this process is killed."""
+    import fcntl
+
+    descriptor, path = tempfile.mkstemp(prefix="stoker-sweep-")
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield path
+    finally:
+        Path(path).unlink(missing_ok=True)
+        os.close(descriptor)
 
 
 def _exit_file(sweep: Sweep, run: SweepRun) -> Path:
