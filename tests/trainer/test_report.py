@@ -334,6 +334,19 @@ def test_a_sweep_stands_for_its_jobs_also_where_it_was_moved_to(
     printed = capsys.readouterr().out
     assert "model.hidden_size  1 (1)  6 (2)" in printed
     assert "2 1: hidden_size=6" in printed
+    for number in (0, 2):
+        write_run(tmp_path / "grid" / str(number), hidden_size=4 + number)
+        file = tmp_path / "grid" / str(number) / "config.resolved.json"
+        document = json.loads(file.read_text())
+        document.setdefault("exp_manager", {})["resume_if_exists"] = number == 2
+        file.write_text(json.dumps(document))
+    Path("grid/multirun.json").write_text(json.dumps({"jobs": [{"directory": f"grid/{n}"} for n in (0, 2)]}))
+    assert main(["compare", "grid"]) == 0
+    printed = capsys.readouterr().out
+    assert "\nmodel.hidden_size  4 (0)  6 (2)\n" in printed
+    assert "\njob 0: hidden_size=4 " in printed
+    assert "\njob 2: hidden_size=6 " in printed
+    assert "resume_if_exists" not in printed
     Path("sweep/multirun.json").write_text("{")
     assert main(["compare", "sweep"]) == 2
     assert "multirun.json: cannot be read" in capsys.readouterr().err

@@ -22,8 +22,11 @@ from .sections import median, peak_memory
 
 _SWEEP_FILE = "multirun.json"
 _MAX_RUNS = 64
-_PLACES = ("exp_manager.explicit_log_dir", "exp_manager.exp_dir", "exp_manager.version")
-"""Keys of where a run is, in which all runs differ."""
+_PLACES = (
+    *("exp_manager.explicit_log_dir", "exp_manager.exp_dir", "exp_manager.version"),
+    *("exp_manager.checkpoint_callback_params.dirpath", "exp_manager.resume_if_exists"),
+)
+"""Keys of where a run is, in which all runs differ, and of whether it was resumed."""
 _HEADER = ("run", "outcome", "step", "loss", "lowest", "val loss", "lowest", "tokens/s", "MFU", "GiB", "time")
 
 
@@ -33,6 +36,7 @@ class Comparison:
 
     Attributes:
         labels: a name for each run, different from the others.
+        numbers: the number with which each label begins: of its job if all are jobs of one sweep, else from 1.
         header: names of the columns of `results`.
         results: a row of texts for each run.
         differences: (key, value of each run) of the keys that differ.
@@ -40,6 +44,7 @@ class Comparison:
 
     runs: tuple[RunData, ...]
     labels: tuple[str, ...]
+    numbers: tuple[str, ...]
     header: tuple[str, ...]
     results: tuple[tuple[str, ...], ...]
     differences: tuple[tuple[str, tuple[str, ...]], ...]
@@ -57,8 +62,8 @@ class Comparison:
         width = max(len(path) for path, _ in self.differences)
         for path, values in self.differences:
             same: dict[str, list[str]] = {}
-            for index, value in enumerate(values, start=1):
-                same.setdefault(value, []).append(str(index))
+            for name, value in zip(self.numbers, values, strict=True):
+                same.setdefault(value, []).append(name)
             yield f"{path:<{width}}  " + "  ".join(f"{value} ({', '.join(who)})" for value, who in same.items())
 
 
@@ -73,12 +78,20 @@ def compare_runs(paths: Sequence[Path]) -> Comparison:
         raise UserError(f"stoker compare takes 2 to {_MAX_RUNS} runs, and {len(found)} are given")
     runs = tuple(read_run(path) for path in found)
     differences = tuple(_differences(runs))
-    labels = tuple(f"{index} {name}" for index, name in enumerate(_names(runs, differences), start=1))
+    names = _names(runs, differences)
+    sweep = paths[0].resolve() if len(paths) == 1 else None
+    if all(run.directory.parent == sweep and run.directory.name.isdecimal() for run in runs):
+        numbers = tuple(run.directory.name for run in runs)
+        labels = tuple(f"job {name}" for name in names)
+    else:
+        numbers = tuple(str(index) for index in range(1, len(runs) + 1))
+        labels = tuple(map(" ".join, zip(numbers, names, strict=True)))
     results = [(label, *_results(run)) for label, run in zip(labels, runs, strict=True)]
     shown = [n for n in range(len(_HEADER)) if n < 3 or any(row[n] != "-" for row in results)]
     return Comparison(
         runs=runs,
         labels=labels,
+        numbers=numbers,
         header=tuple(_HEADER[n] for n in shown),
         results=tuple(tuple(row[n] for n in shown) for row in results),
         differences=differences,
