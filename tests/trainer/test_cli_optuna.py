@@ -142,8 +142,12 @@ def test_an_invalid_job_is_a_failed_trial(here):
         *((1, 8), (1, 16), (2, 8), (2, 16)),
     ]
     assert sum("is not valid" in text for text in jobs.said) == 2
-    with pytest.raises(UserError, match="must be"):
-        jobs.sweep("model.seed=choice(1,x)", "exp_manager.version=w")
+    for values in ("x,1", "1,x"):
+        early = Jobs()
+        with pytest.raises(UserError, match="must be"):
+            early.sweep(f"model.seed=choice({values})", "exp_manager.version=w")
+        assert early.roots == []
+        assert not (here / "runs" / "tiny" / "multirun" / "w").exists()
 
 
 @pytest.mark.parametrize("storage", [None, *extra("sqlite:///study.db")])
