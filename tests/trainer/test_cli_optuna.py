@@ -195,7 +195,7 @@ def test_a_search_goes_on_as_the_same_one_only(here):
         assert (jobs.roots, len(error.value.lines)) == ([], 1)
         assert (here / "s" / multirun.RECORD_FILE).read_bytes() == before
     more = Jobs()
-    assert more.sweep(*words, resume, "hydra.sweeper.n_trials=3") == 0
+    assert more.sweep(*words, resume, "hydra.sweeper.n_trials=3", "trainer.log_every_n_steps=3") == 0
     assert numbers(more) == [2]
 
 

@@ -54,6 +54,9 @@ _DIRECTORY = "directory"
 _MODES = {"minimize": "min", "maximize": "max"}
 """`exp_manager.checkpoint_callback_params.mode` of each direction."""
 
+_OF_PROCESSES = ("trainer.devices", "trainer.log_every_n_steps", "model.data.num_workers", "env_vars.")
+"""Prefixes of keys that a resumed search may change: with any other the objectives would not be comparable."""
+
 OpenSweep = Callable[[Sequence[Job], LoadJob], Sweep]
 
 
@@ -255,7 +258,7 @@ class Search:
                 pending.append(len(sweep.runs) - 1)
             else:
                 sweep.runs[-1] = replace(run, exit_code=row.get("exit_code"), metrics=read_metrics(run))
-        sweep.check_same_configurations(sweep.runs)  # else their objectives would not be comparable
+        sweep.check_same_configurations(sweep.runs, _OF_PROCESSES)
         for place, run in enumerate(sweep.runs):
             if place not in pending:
                 print(f"job {run.job.number}: {job_label(run.job)}: already finished", flush=True)
