@@ -216,3 +216,15 @@ def test_expanded_text_is_bounded() -> None:
     assert resolver.resolve("k0").value == ""
     with pytest.raises(InterpolationError, match="64 KiB"):
         resolver.expand("k0", lambda path: False)
+
+
+def test_call_without_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    def count(*arguments: Any) -> int:
+        return len(arguments)
+
+    OmegaConf.register_new_resolver("count", count)
+    monkeypatch.setattr("stoker.trainer.config.interpolation.RESOLVERS", {"count": count})
+    for text in ("${count:}", "${count: }", "${count:''}", "${count:${n}}"):
+        assert ours(text) == theirs(text), text
+    with pytest.raises(InterpolationError, match="--import MODULE"):
+        ours("${eval:1}")

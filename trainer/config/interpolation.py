@@ -393,6 +393,10 @@ class _Parser:
 
     def _arguments(self) -> list[Any]:
         arguments: list[Any] = []
+        self._skip_blanks()
+        if self._text.startswith("}", self._position):
+            self._position += 1
+            return arguments
         while True:
             self._skip_blanks()
             arguments.append(self._argument())
@@ -435,7 +439,7 @@ class _Parser:
             return self._resolver.resolve_now(arguments)
         if name == "oc.decode" and len(arguments) == 1:
             return parse_scalar(arguments[0]) if isinstance(arguments[0], str) else arguments[0]
-        if name == "gpu_name" and arguments == [""]:
+        if name == "gpu_name" and not arguments:
             return None  # as in NeMo without an A100 or H100; it only chooses files of settings without effect here
         if name in RESOLVERS:
             function: Callable[..., Any] = RESOLVERS[name]
@@ -444,7 +448,8 @@ class _Parser:
         else:
             names = ("oc.env", "oc.select", "oc.decode", "hydra", "now", "gpu_name")
             known = ", ".join([*RESOLVERS, *extension_names("resolver"), *names])
-            raise InterpolationError(f"calls `{name}`, which is not supported; use one of {known}")
+            own = "or your own, registered by a module given with --import MODULE (docs/hydra.md)"
+            raise InterpolationError(f"calls `{name}`, which is not supported; use one of {known}, {own}")
         try:
             return function(*arguments)
         except (ValueError, OverflowError) as error:
