@@ -595,3 +595,23 @@ def test_an_override_in_a_defaults_list_without_its_group_is_named(tmp_path: Pat
     text = refusal(name="bad", directory=tmp_path)
     assert text.startswith("defaults list of bad: Could not override 'model'")
     assert "fix: name the group without `override`" in text
+
+
+def test_unquoted_list_with_spaces_is_one_problem() -> None:
+    found = problems("model.optim.betas=[0.9,", "0.95]", "name=x")
+    assert [*found] == ["model.optim.betas=[0.9, 0.95]"]
+    assert found["model.optim.betas=[0.9, 0.95]"].fix == "write 'model.optim.betas=[0.9,0.95]'"
+    block = problems("model.data.data_prefix={train:", "[a],", "test:", "[b]}")
+    assert [problem.fix for problem in block.values()] == ["write 'model.data.data_prefix={train: [a],test: [b]}'"]
+    assert "name=x" not in problems("model.optim.betas=[0.9,", "name=x")
+
+
+@looped("word", ["other", "other.yml", "experiment=other"])
+def test_files_that_end_in_yml_are_to_be_renamed(word: str, tmp_path: Path) -> None:
+    write(tmp_path, "experiment/one", "# @package _global_\nname: x\n")
+    for name in ("other", "experiment/other"):
+        (tmp_path / f"{name}.yml").write_text("name: x\n")
+    choice = [word] if "=" in word else []
+    with pytest.raises(UserError) as caught:
+        load(*choice, name=None if choice else word, directory=tmp_path)
+    assert re.search(r"rename \S*other.yml to other.yaml", str(caught.value))

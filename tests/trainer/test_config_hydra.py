@@ -111,7 +111,7 @@ def test_several_processes_have_no_common_time() -> None:
         (["hydra.swep.dir=x"], "hydra.swep.dir", "did you mean hydra.sweep.dir?"),
         (["hydra.mode=MULTI"], "hydra.mode", "must be RUN or MULTIRUN"),
         (["hydra.launcher._target_=os.system"], "hydra.launcher._target_", "choose hydra/launcher="),
-        (["hydra.launcher.partition=x"], "hydra.launcher.partition", "keys: "),
+        (["hydra.launcher.partition=x"], "hydra.launcher.partition", "BasicLauncher has no such key"),
         (
             [SLURM, "hydra.launcher.partion=x"],
             "hydra.launcher.partion",
@@ -227,3 +227,42 @@ def test_a_sweep_is_not_one_configuration() -> None:
     with pytest.raises(UserError, match="is MULTIRUN, a sweep"):
         stoker.load_config(["hydra.mode=MULTIRUN"])
     assert stoker.load_config(["hydra.mode=RUN", "hydra.run.dir=r"]).root.exp_manager.explicit_log_dir == "r"
+
+
+@looped(
+    ("word", "key", "fix"),
+    [
+        ("hydra.launcher.partition=gpu", "hydra.launcher.partition", "add hydra/launcher=submitit_slurm"),
+        ("hydra.launcher.partitoin=gpu", "hydra.launcher.partitoin", "did you mean hydra.launcher.partition?"),
+        ("hydra.launcher.timeout_min=9", "hydra.launcher.timeout_min", "hydra/launcher=submitit_local and hydra/"),
+        ("hydra.launcher.qqqqqq=9", "hydra.launcher.qqqqqq", "it has no keys"),
+        ("hydra.sweeper.n_trials=3", "hydra.sweeper.n_trials", "add hydra/sweeper=optuna"),
+    ],
+)
+def test_key_of_another_launcher_or_sweeper_names_it(word: str, key: str, fix: str) -> None:
+    assert fix in problems(word)[key].fix
+
+
+@looped(
+    ("word", "fix"),
+    [
+        ("hydra/launcher=joblib", "fix: hydra/launcher=submitit_local with hydra.launcher.array_parallelism"),
+        ("hydra/sweeper=ax", "fix: hydra/sweeper=optuna"),
+        ("hydra/sweeper=nevergrad", "fix: hydra/sweeper=optuna"),
+    ],
+)
+def test_plugins_of_hydra_name_their_replacement(word: str, fix: str) -> None:
+    with pytest.raises(UserError) as caught:
+        load(word)
+    assert fix in str(caught.value)
+
+
+def test_swept_values_in_one_block() -> None:
+    assert settings('hydra.sweeper.params={model.seed:"1,2"}').sweeper.params == {"model.seed": "1,2"}
+    found = problems("hydra.sweeper.params={model:{seed:[1,2]}}")
+    assert [*found] == ["hydra.sweeper.params.model"]
+    assert found["hydra.sweeper.params.model"].fix == "write 'hydra.sweeper.params.model.seed=\"1,2\"'"
+
+
+def test_nearest_value_of_hydra() -> None:
+    assert "did you mean ${hydra:job.name}?" in problems("name='${hydra:job.nme}'")["name"].rule

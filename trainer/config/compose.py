@@ -28,6 +28,7 @@ from . import yaml_reader
 from .dotted_paths import Tree, get, join, merged, parents_of, put
 from .hydra_defaults import DefaultsError, DefaultsList, Repository, compute_defaults_list
 from .overrides import UNUSED_HYDRA_GROUPS
+from .schema.hydra import REPLACED_CHOICES
 from .suggest import closest
 from .yaml_reader import YamlError, YamlFile
 
@@ -200,10 +201,10 @@ class Composer:
     def _check_exists(self, config_name: str) -> None:
         if self._repository.config_exists(config_name):
             return
+        config_name = config_name.removesuffix(".yml")
         lines = [f"--config-name {config_name}: there is no such file"]
-        for directory in self.directories:
-            if (directory / f"{config_name}.yml").is_file():
-                lines = [f"--config-name {config_name}: rename {config_name}.yml to {config_name}.yaml"]
+        for path in filter(os.path.isfile, [*self._yml_files(config_name), Path(f"{config_name}.yml")]):
+            lines = [f"--config-name {config_name}: rename {display_path(path)} to {config_name}.yaml"]
         names = self.options("")
         near = closest(config_name, names)
         if near:
@@ -218,6 +219,9 @@ class Composer:
         lines.append("    found: " + (", ".join(names) or "nothing"))
         raise UserError(lines)
 
+    def _yml_files(self, config_path: str) -> list[Path]:
+        return [directory / f"{config_path.removesuffix('.yml')}.yml" for directory in self.directories]
+
     def _check_choice(self, choice: Override) -> None:
         value = choice.value()
         group = choice.key_or_group
@@ -229,7 +233,11 @@ class Composer:
         options = self.options(group)
         near = closest(name, options)
         lines = [f"{origin}: there is no {group} `{name}`"]
-        if near:
+        if replacement := REPLACED_CHOICES.get(f"{group}={name}"):
+            lines.append(f"    fix: {replacement}")
+        elif wrong := [*filter(os.path.isfile, self._yml_files(f"{group}/{name}"))]:
+            lines.append(f"    fix: rename {display_path(wrong[0])} to {name.removesuffix('.yml')}.yaml")
+        elif near:
             lines.append(f"    did you mean {group}={near}?")
         lines.append(f"    {group} can be: {', '.join(options) or 'nothing'}")
         return lines

@@ -20,6 +20,7 @@ from ..utils.redaction import redact
 from . import dotted_paths
 from .dotted_paths import Tree
 from .interpolation import InterpolationError, MissingKeyError, Resolver, has_interpolation
+from .override_typos import quoted_override
 from .problems import Problem
 from .run_config import HydraSettings, Origin
 from .schema import hydra as schema
@@ -61,6 +62,11 @@ _WITHOUT_VALUE: Mapping[str, str] = {
     "hydra.run.dir": "has no value; set it, or exp_manager.explicit_log_dir",
     "hydra.sweep.dir": "has no value; set it",
 }
+_REFERENCES = (
+    *("job.num", "job.name", "job.override_dirname", "job.config_name", "runtime.cwd", "runtime.choices"),
+    *("runtime.version", "runtime.output_dir", "run.dir", "sweep.dir", "sweep.subdir", "mode"),
+)
+"""What `${hydra:...}` can refer to."""
 ModeNames = {"RUN": False, "MULTIRUN": True}
 
 
@@ -252,14 +258,29 @@ class HydraNode:
             return kind.model_validate(tree)
         except ValidationError as error:
             for item in error.errors(include_url=False, include_context=False):
-                path = ".".join([name, *map(str, item["loc"][:2])])
-                if item["type"] == "extra_forbidden":
-                    near = closest(str(item["loc"][0]), kind.model_fields)
-                    fix = f"did you mean hydra.{name}.{near}?" if near else f"keys: {', '.join(kind.model_fields)}"
-                    self._add(path, item["input"], f"{kind.__name__} has no such key", fix)
+                key, *below = map(str, item["loc"])
+                if key == "params" and below:
+                    self._add_swept(f"{name}.params", below[0], tree["params"][below[0]])
+                elif item["type"] == "extra_forbidden":
+                    rule, fix = f"{kind.__name__} has no such key", _unknown_key_fix(name, key, kind, kinds)
+                    self._add(f"{name}.{key}", item["input"], rule, fix)
                 else:
+                    path = ".".join([name, key, *below[:1]])
                     self._add(path, item["input"], item["msg"].replace("Input should be", "must be"))
             return kind()
+
+    def _add_swept(self, block: str, key: str, value: Any) -> None:
+        """Add one problem for a value of `params` that is not text or a number; pydantic has one for each type."""
+        if any(problem.key == f"hydra.{block}.{key}" for problem in self.problems):
+            return
+        leaf = key
+        if isinstance(value, dict) and value:
+            below, value = next(iter(dotted_paths.leaves(value)))
+            leaf = f"{key}.{below}"
+        text = ",".join(map(format_value, value)) if isinstance(value, list) else format_value(value)
+        text = '"' + text.replace('"', "") + '"'
+        rule = "must be text that lists the values of a key, whose whole name stands before it"
+        self._add(f"{block}.{key}", value, rule, f"write {quoted_override(f'hydra.{block}.{leaf}', text)}")
 
     def _add(self, path: str, value: Any, rule: str, fix: str = "") -> None:
         self.problems.append(Problem(*self._shown(path, value), rule, fix))
@@ -278,4 +299,21 @@ def missing_value(path: str) -> MissingKeyError:
     """Return the error for a reference to a value of `hydra:` that does not exist."""
     name = path.removeprefix("hydra.")
     reason = next((text for key, text in _WITHOUT_VALUE.items() if f"{path}.".startswith(f"{key}.")), None)
+    near = None if reason else closest(name, _REFERENCES)
+    if near:
+        reason = f"does not exist here; did you mean ${{hydra:{near}}}?"
     return MissingKeyError(path, f"refers to `hydra:{name}`, which {reason or 'does not exist here'}")
+
+
+def _unknown_key_fix(name: str, key: str, kind: type[ConfigBlock], kinds: Mapping[str, type[ConfigBlock]]) -> str:
+    """Return the fix for a key that `kind` does not have: the choice that has it, or the nearest key."""
+    selecting = [
+        schema.CHOICES[other] for other in kinds.values() if other in schema.CHOICES and key in other.model_fields
+    ]
+    if selecting:
+        return f"it is a key of {' and '.join(selecting)}: add {selecting[-1]}"
+    near = closest(key, [field for block in (kind, *kinds.values()) for field in block.model_fields])
+    if near:
+        return f"did you mean hydra.{name}.{near}?"
+    keys = ", ".join(kind.model_fields)
+    return f"keys: {keys}" if keys else "it has no keys; leave it out"

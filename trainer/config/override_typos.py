@@ -1,4 +1,4 @@
-"""Detect mistyped overrides on the command line: `key: value`, `key = value`, `key value`."""
+"""Detect mistyped overrides on the command line: `key: value`, `key = value`, `key value`, `key=[a, b]` unquoted."""
 
 from __future__ import annotations
 
@@ -14,21 +14,46 @@ _KEY = r"\+{0,2}[A-Za-z_][\w./@-]*"
 _NAME = re.compile(_KEY)
 _COLON = re.compile(rf"({_KEY})\s*:\s*(.*)", re.DOTALL)
 _SPACED = re.compile(rf"({_KEY})\s+=\s*(.*)", re.DOTALL)
+_OPENED = re.compile(rf"({_KEY})=([\[{{(].*)", re.DOTALL)
 _RULE = "is not an override, which is key=value in one word"
+_SPLIT = "is several words for the shell: a value with spaces needs quotes"
 
 
 def detect_override_typos(words: Sequence[str]) -> Iterator[str | Problem]:
     """Yield the words as typed, with one problem in place of words that together form a mistyped override."""
     index = 0
     while index < len(words):
-        count, override = _match(words[index : index + 3])
-        yield words[index] if override is None else _problem(words[index : index + count], *override)
+        rule = _SPLIT
+        count, override = _match_brackets(words, index)
+        if override is None:
+            rule = _RULE
+            count, override = _match(words[index : index + 3])
+        yield words[index] if override is None else _problem(words[index : index + count], *override, rule)
         index += count
 
 
 def quoted_override(key: str, value: str) -> str:
     """Return `key=value` quoted for a shell, with secrets redacted."""
     return shlex.quote(f"{key}={REDACTED if is_secret(key) else redact(value)}")
+
+
+def _match_brackets(words: Sequence[str], index: int) -> tuple[int, tuple[str, str] | None]:
+    """Return how many words a list or block spans that the shell split at its spaces, and its (key, value)."""
+    opened = _OPENED.fullmatch(words[index])
+    if opened is None:
+        return 1, None
+    value = opened[2]
+    for count, word in enumerate(words[index + 1 :], 2):
+        if _open_brackets(value) <= 0 or not _is_value(word):
+            return 1, None
+        value += word if value[-1] in ",[(" else f" {word}"
+        if _open_brackets(value) == 0:
+            return count, (opened[1], value)
+    return 1, None
+
+
+def _open_brackets(value: str) -> int:
+    return sum(value.count(mark) for mark in "[{(") - sum(value.count(mark) for mark in "]})")
 
 
 def _match(words: Sequence[str]) -> tuple[int, tuple[str, str] | None]:
@@ -55,6 +80,6 @@ def _is_value(word: str) -> bool:
     return bool(word) and "=" not in word and not word.startswith("~")
 
 
-def _problem(words: Sequence[str], key: str, value: str) -> Problem:
+def _problem(words: Sequence[str], key: str, value: str, rule: str) -> Problem:
     typed = f"{key} {REDACTED}" if is_secret(key) else " ".join(map(redact, words))
-    return Problem(typed, None, "command line", _RULE, f"write {quoted_override(key, value)}")
+    return Problem(typed, None, "command line", rule, f"write {quoted_override(key, value)}")

@@ -249,6 +249,10 @@ def _hydra_edits(override: Override, typed: str) -> Iterator[ValueOverride]:
     if override.is_sweep_override():
         raise OverrideError("holds several values", "a sweep has one configuration of Hydra; quote text")
     value = override.value()
+    if f"{path}." == _SWEPT_BLOCK and isinstance(value, dict) and not override.is_delete():
+        for name, item in value.items():
+            yield ValueOverride(_SWEPT_BLOCK + str(name).replace(".", SWEPT_DOT), item, False, typed)
+        return
     if isinstance(value, dict) and value and not override.is_delete():
         for below, leaf in dotted_paths.leaves({str(name): item for name, item in value.items()}, path):
             yield ValueOverride(below, leaf, False, typed)

@@ -153,6 +153,23 @@ SAMPLERS: Mapping[str, type[ConfigBlock]] = {
     f"optuna.samplers.{kind.__name__}": kind
     for kind in (TPESampler, CmaEsSampler, NSGAIISampler, RandomSampler, GridSampler)
 }
+CHOICES: Mapping[type[ConfigBlock], str] = {
+    LocalLauncher: "hydra/launcher=submitit_local",
+    SlurmLauncher: "hydra/launcher=submitit_slurm",
+    OptunaSweeper: "hydra/sweeper=optuna",
+    TPESampler: "hydra/sweeper/sampler=tpe",
+    CmaEsSampler: "hydra/sweeper/sampler=cmaes",
+    NSGAIISampler: "hydra/sweeper/sampler=nsgaii",
+}
+"""The override that selects a block with keys of its own."""
+REPLACED_CHOICES: Mapping[str, str] = {
+    **dict.fromkeys(
+        [f"hydra/launcher={name}" for name in ("joblib", "ray", "rq", "submitit")],
+        "hydra/launcher=submitit_local with hydra.launcher.array_parallelism=JOBS, or hydra/launcher=submitit_slurm",
+    ),
+    **dict.fromkeys([f"hydra/sweeper={name}" for name in ("ax", "nevergrad")], "hydra/sweeper=optuna"),
+}
+"""Choices of Hydra's other plugins, and what stoker has in their place."""
 REFUSED: Mapping[str, str] = {
     "hydra.launcher.max_num_timeout": "jobs are not requeued after their time limit: repeat the sweep with "
     "exp_manager.resume_if_exists=True",
