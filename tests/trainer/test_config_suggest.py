@@ -229,3 +229,62 @@ def test_what_is_known_is_not_refused() -> None:
     for path in LEAVES:
         assert is_known_key(path)
     assert load("env_vars.ANY_NAME=1").root.env_vars == {"ANY_NAME": 1}
+
+
+TEMPLATE = """\
+defaults: [train, {debug: default}, _self_]
+task_name: demo
+tags: [dev]
+train: true
+callbacks: {a: {_target_: x.Y}, b: {patience: 1}}
+paths:
+  root_dir: ${oc.env:PROJECT_ROOT}
+  log_dir: ${paths.root_dir}/logs
+exp_manager: {exp_dir: "${paths.log_dir}", explicit_log_dir: "${paths.log_dir}/x"}
+mine: {place: /tmp}
+name: ${mine.place}
+seed: 1
+optimized_metric: val_loss
+ckpt_path: null
+model: {scheduler: {_target_: x.Z, factor: 0.1}}
+"""
+
+
+def test_files_of_lightning_hydra_template_are_told_what_becomes_of_each_block(tmp_path: Path) -> None:
+    write(tmp_path, "debug/default", "# @package _global_\ndata: {num_workers: 0}\n")
+    write(tmp_path, "data/mine", "num_workers: 0\n")
+    write(tmp_path, "tmpl", TEMPLATE)
+    found = problems(name="tmpl", directory=tmp_path)
+    for key, fix in (
+        ("task_name", "did you mean name?"),
+        ("seed", "did you mean model.seed?"),
+        ("optimized_metric", "did you mean exp_manager.checkpoint_callback_params.monitor?"),
+        ("ckpt_path", "did you mean exp_manager.resume_from_checkpoint?"),
+        ("tags", "leave it out; "),
+        ("train", "leave it out; the verb"),
+        ("callbacks.a._target_", "leave it out; exp_manager.checkpoint_callback_params"),
+        ("model.scheduler._target_", "model.optim.sched"),
+        ("mine.place", "go below `run:`"),
+    ):
+        assert fix in found[key].fix, (key, found[key])
+    assert "callbacks.b.patience" not in found
+    not_set = [problem for problem in found.values() if "`PROJECT_ROOT`" in problem.rule]
+    assert [problem.key for problem in not_set] == ["paths.root_dir"]
+    assert len(not_set[0].also) == 3
+    assert found["data.num_workers"].fix == "did you mean model.data.num_workers?"
+    of_group = problems("data=mine", "~debug", name="tmpl", directory=tmp_path)["data.num_workers"]
+    assert "needs the line `# @package model.data`" in of_group.fix
+
+
+def test_reference_to_nothing_names_the_block_for_values_of_ones_own() -> None:
+    assert "go below `run:`" in problems("name='${zzzz.qqqq}'")["name"].fix
+    assert load("+run.zzzz=a", "name='${run.zzzz}'").root.name == "a"
+
+
+def test_variables_of_ones_own_in_a_file_of_a_group(tmp_path: Path) -> None:
+    """The example of docs/hydra.md."""
+    write(
+        tmp_path, "paths/default", "# @package run\nroot_dir: ${oc.env:PROJECT_ROOT,.}\nlog_dir: ${run.root_dir}/logs\n"
+    )
+    write(tmp_path, "mine", 'defaults: [train, {paths: default}, _self_]\nexp_manager: {exp_dir: "${run.log_dir}"}\n')
+    assert load(name="mine", directory=tmp_path).root.exp_manager.exp_dir == "./logs"

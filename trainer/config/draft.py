@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -13,13 +13,14 @@ from ...models.config.key_block import Finding
 from ...models.config.model import Family
 from ..utils.errors import UserError
 from ..utils.redaction import is_secret, redact, redact_value
+from ..utils.text import truncate_lines
 from . import dotted_paths, expand_t5, infer_family, validate
 from .dotted_paths import MISSING, Tree
 from .hydra_node import HydraNode, missing_value
 from .interpolation import InterpolationError, MissingKeyError, Resolver, has_interpolation
 from .missing_values import fill_missing, missing_value_problems
 from .nemo import launcher_files, nemo_spellings
-from .nemo.key_states import KeyStates, Verdict, is_known_key, suggest_keys
+from .nemo.key_states import OWN_VALUES, KeyStates, Verdict, is_known_key, suggest_keys
 from .nemo.key_table import KeyState, find_row
 from .override_typos import quoted_override
 from .problems import ConfigError, KeyReport, Problem
@@ -92,6 +93,7 @@ class Draft:
         self._from_environment: set[str] = set()
         self._unset: dict[str, frozenset[str]] = {}
         self._used_variables: set[str] = set()
+        self._referenced: set[str] = set()
         self._family: Family = "gpt"
         self._family_hint = infer_family.infer_family(tree)  # before overrides reset the keys it is inferred from
 
@@ -173,7 +175,9 @@ class Draft:
         for finding in nemo_spellings.apply_nemo_aliases(self._resolved, self._moved):
             self._add_finding(finding)
         account = list(self._take_used_variables())
-        states = KeyStates(self._resolved, self.origin_text, lambda path: self.kind_of(path) == "override")
+        states = KeyStates(
+            self._resolved, self.origin_text, lambda path: self.kind_of(path) == "override", self._referenced
+        )
         acting: Tree = {}
         historical: list[str] = []
         for verdict in states.verdicts:
@@ -285,6 +289,7 @@ class Draft:
         whole = dotted_paths.merged(defaults_tree(self._family), self.tree)
         resolver = self.resolver(whole)
         settings = None if self.hydra is None else self.hydra.settings(resolver, self.findings)
+        broken: dict[tuple[str, str], list[str]] = {}
         self.problems.extend([] if self.hydra is None else self.hydra.problems)
         for path, raw in list(dotted_paths.leaves(self.tree)):
             if self.literal or not has_interpolation(raw):
@@ -302,9 +307,8 @@ class Draft:
                 if row is not None and not acts and (row.state is KeyState.HISTORICAL or row.switch):
                     dotted_paths.put(self._resolved, path, raw)
                 else:
-                    self.problems.append(
-                        self._problem(path, raw, f"it {error}", self._reference_suggestion(path, error))
-                    )
+                    at = broken.setdefault((f"it {error}", self._reference_suggestion(path, error)), [])
+                    at.insert(0 if error.at == path else len(at), path)
                 continue
             unset = found.sources & resolver.unset
             if unset:
@@ -316,7 +320,17 @@ class Draft:
             dotted_paths.put(self._resolved, path, value)
             if row is None:
                 self._used_variables.update(filter(launcher_files.is_variable, found.sources))
+            self._referenced |= found.sources - {path}
+        self.problems.extend(self._broken(rule, fix, paths) for (rule, fix), paths in broken.items())
         return settings
+
+    def _broken(self, rule: str, fix: str, paths: Sequence[str]) -> Problem:
+        """Return one problem for all keys with an interpolation that cannot be resolved for the same reason."""
+        first, *others = paths
+        values = {path: redact_value(path, format_value(dotted_paths.get(self.tree, path))) for path in others}
+        also = [f"{path} = {value} ({self.origin_text(path)})" for path, value in values.items()]
+        problem = self._problem(first, dotted_paths.get(self.tree, first), rule, fix)
+        return replace(problem, also=tuple(truncate_lines(also, 5)))
 
     def _reference_suggestion(self, path: str, error: InterpolationError) -> str:
         if not isinstance(error, MissingKeyError):
@@ -326,7 +340,9 @@ class Draft:
             return f"{path}=VALUE"  # the key does not act, and may have been left out as advised
         blocks = schema_blocks(self._family)
         near = [path for path in suggest_keys(error.target, self._family) if path not in blocks]
-        return f"did you mean ${{{near[0]}}}?" if near else ""
+        if near:
+            return f"did you mean ${{{near[0]}}}?"
+        return "" if error.target.startswith("hydra.") else OWN_VALUES
 
     def _problem(self, path: str, value: Any, rule: str, fix: str) -> Problem:
         return Problem(path, format_value(value), self.origin_text(path), rule, fix)

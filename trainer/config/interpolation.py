@@ -31,7 +31,13 @@ _REFERENCE = re.compile(r"(?<!\\)\$\{\s*(\.*[A-Za-z_][\w.\[\]]*)\s*\}")
 
 
 class InterpolationError(ValueError):
-    """Interpolation that cannot be resolved; the message does not name the key that holds it."""
+    """Interpolation that cannot be resolved; the message does not name the key that holds it.
+
+    Attributes:
+        at: path of that key, which those that are resolved may only refer to.
+    """
+
+    at = ""
 
 
 class MissingKeyError(InterpolationError):
@@ -130,6 +136,9 @@ class Resolver:
         try:
             found = self._evaluate(raw, path)
             self._resolved[path] = replace(found, sources=found.sources | {path})
+        except InterpolationError as error:
+            error.at = error.at or path
+            raise
         finally:
             self._resolving.pop()
         return self._resolved[path]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -21,6 +21,7 @@ from ..schema.root import family_of
 from ..suggest import nearest_keys
 from ..validate import validate_types
 from .key_table import KeyRow, KeyState, UnsupportedValue, find_row, has_rows_below, key_table, unsupported_values
+from .other_frameworks import template_block
 
 _CODE_KEYS = frozenset({"_target_", "_partial_", "_args_", "_recursive_", "_convert_"})
 _GPT_TO_T5 = {
@@ -35,6 +36,7 @@ _PACKAGE_OF = {
     "experiment": "_global_",
 }
 """The `# @package` of each group's files, if it is not the group itself."""
+OWN_VALUES = "values of your own that others refer to go below `run:`: run.NAME, and ${run.NAME} where it is used"
 _MAX_SUGGESTIONS = 200
 """Unknown keys of one configuration that get a suggestion, at about 2 ms each."""
 
@@ -106,18 +108,24 @@ class Verdict:
 
 
 class KeyStates:
-    """States of all keys in a tree of resolved values; `is_typed` tells which were set on the command line.
+    """States of all keys in a tree of resolved values; `is_typed` tells which were set on the command line,
+    and `referenced` holds those that other values refer to.
 
     Attributes:
         verdicts: the verdict on each key, in the order given.
     """
 
     def __init__(
-        self, tree: Tree, origin_of: Callable[[str], str], is_typed: Callable[[str], bool] = lambda _: False
+        self,
+        tree: Tree,
+        origin_of: Callable[[str], str],
+        is_typed: Callable[[str], bool] = lambda _: False,
+        referenced: Container[str] = (),
     ) -> None:
         self._tree = tree
         self._origin_of = origin_of
         self._is_typed = is_typed
+        self._referenced = referenced
         self._family: Family = family_of(tree.get("model"))
         self._keys = schema_keys(self._family)
         self._blocks = schema_blocks(self._family)
@@ -163,6 +171,10 @@ class KeyStates:
                 yield Finding.info(tuple(paths), f"{pluralize(len(paths), 'key')} {what}: {listed}")
 
     def _verdict(self, path: str, value: Any) -> Verdict:
+        template = template_block(path)
+        if template is not None:
+            block, fix = template
+            return Verdict(path, value, None, "", "is of lightning-hydra-template and has no meaning here", fix, block)
         if _CODE_KEYS.intersection(path.split(".")) or _names_code(value):
             return Verdict(path, value, None, "", "a configuration must not name code to run", "remove it")
         if path in self._keys or enclosing_open_block(path) is not None or path in self._blocks:
@@ -271,7 +283,9 @@ class KeyStates:
         fix = f"did you mean {near[0]}?" if near else "`stoker config` lists every key"
         if len(near) > 1:
             fix += f" (or {', '.join(near[1:])})"
-        if group in _PACKAGE_OF and ".yaml:" in self._origin_of(path):
+        if not near and path in self._referenced:
+            fix = OWN_VALUES
+        if group in _PACKAGE_OF and f"/{group}/" in f"/{self._origin_of(path).rpartition('.yaml:')[0]}":
             fix += f"; a file of the group {group} needs the line `# @package {_PACKAGE_OF[group]}` at its head"
         elsewhere = _families_with(path)
         here = f" in a model of `family: {self._family}`, only with {' or '.join(elsewhere)}" if elsewhere else ""

@@ -22,6 +22,19 @@ def foreign_names() -> Mapping[str, str]:
     return _by_name(read_table(_TABLE)["keys"])
 
 
+def template_block(path: str) -> tuple[str, str] | None:
+    """Return the block of lightning-hydra-template that a key belongs to, and what stoker has in its place."""
+    for block, instead in _template_blocks().items():
+        if path == block or path.startswith(f"{block}."):
+            return block, f"leave it out; {instead}"
+    return None
+
+
+@cache
+def _template_blocks() -> Mapping[str, str]:
+    return read_table(_TABLE)["template"]
+
+
 @cache
 def _foreign_values() -> Mapping[str, Mapping[str, str]]:
     return {path: _by_name(values) for path, values in read_table(_TABLE)["values"].items()}
