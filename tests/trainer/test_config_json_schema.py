@@ -4,6 +4,7 @@ import json
 import re
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlparse
 
 import pytest
 from hydra.plugins.config_source import ConfigSource
@@ -193,3 +194,35 @@ def test_one_family_in_one_document(family: Family) -> None:
         assert validator.is_valid(tree), path
         dotted_paths.put(tree, f"{path}_", key.default)
         assert not validator.is_valid(tree), path
+
+
+@looped(
+    ("text", "count"),
+    [
+        ("hydra: {run: {dir: x}, mode: MULTIRUN, job: {name: x}, verbose: true}", 0),
+        ("hydra: {launcher: {partition: x, timeout_min: 3, array_parallelism: null}}", 0),
+        ("hydra: {sweeper: {n_trials: 3, sampler: {seed: 1, sigma0: 0.5}, params: {model.seed: 1, optim: 'a,b'}}}", 0),
+        ("hydra: {sweeper: {_target_: hydra._internal.core_plugins.basic_sweeper.BasicSweeper}}", 0),
+        ("hydra: {swep: {dir: x}}", 1),
+        ("hydra: {sweep: {dri: x}}", 1),
+        ("hydra: {launcher: {partitoin: x}}", 1),
+        ("hydra: {launcher: {timeout_min: x}}", 1),
+        ("hydra: {sweeper: {n_trails: 3}}", 1),
+        ("hydra: {sweeper: {sampler: {sed: 3}}}", 1),
+        ("hydra: {mode: MULTI}", 1),
+    ],
+)
+def test_block_of_hydra(text: str, count: int) -> None:
+    assert len(of_text("primary", text)) == count
+
+
+def test_files_refer_to_each_other_by_their_place() -> None:
+    """As docs/configuration.md says."""
+
+    def read(uri: str) -> Resource[Any]:
+        return Resource.from_contents(json.loads(Path(urlparse(uri).path).read_text()))
+
+    schema = {"$ref": (json_schema.SCHEMA_FOLDER / "primary.json").as_uri()}
+    validator = Draft7Validator(schema, registry=Registry(retrieve=read))
+    assert not [*validator.iter_errors({"name": "x"})]
+    assert [*validator.iter_errors({"nmae": "x"})]

@@ -13,11 +13,13 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from ...models.config.key_block import ConfigBlock
 from ...models.config.model import FAMILIES, Family
 from ...models.config.t5 import DecoderKeys
 from ..utils.errors import UserError
 from . import dotted_paths
 from .nemo.key_table import KeyRow, KeyState, key_table
+from .schema import hydra
 from .schema.key_index import STACKS, without_stack
 from .schema.root import MODEL_BLOCKS, RootBlock
 
@@ -224,7 +226,47 @@ def _family_tree(family: Family) -> Schema:
     for row in key_table().values():
         for path in _places(row.pattern, family):
             _insert(tree, path.split("."), row)
+    tree["properties"]["hydra"] = _hydra_block()
     return tree
+
+
+def _hydra_block() -> Schema:
+    """Return the schema of `hydra:`; a launcher or sweeper has the keys of all, since a group may choose it."""
+    launcher = _any_of(hydra.LAUNCHERS)
+    sweeper = _any_of(hydra.SWEEPERS)
+    sweeper["properties"]["sampler"] = _any_of(hydra.SAMPLERS)
+    text: Schema = {"type": ["string", "integer", "null"]}
+    block: Schema = {
+        "run": _closed({"dir": text}),
+        "sweep": _closed({"dir": text, "subdir": text}),
+        "mode": {"anyOf": [{"enum": ["RUN", "MULTIRUN", None]}, _INTERPOLATION]},
+        "launcher": launcher,
+        "sweeper": sweeper,
+        "job": _closed({"name": text, **{name: {} for name in ("config", "chdir", "env_set", "env_copy")}}),
+    }
+    others = ("callbacks", "env", "help", "hydra_help", "hydra_logging", "job_logging", "output_subdir", "searchpath")
+    block |= {name: {} for name in (*others, "verbose")}
+    other: Schema = {"description": "docs/hydra.md says whether it acts"}
+    described = {name: {**other, **schema} for name, schema in block.items()}
+    return {"description": "acts: directories, launcher and sweeper of `stoker train -m`", **_closed(described)}
+
+
+def _closed(properties: Schema) -> Schema:
+    return {"type": ["object", "null"], "properties": properties, "additionalProperties": False}
+
+
+def _any_of(kinds: Mapping[str, type[ConfigBlock]]) -> Schema:
+    """Return a block with the keys of several kinds, which `_target_` tells apart."""
+    properties: Schema = {"_target_": {"enum": [*kinds]}}
+    for kind in kinds.values():
+        for name, schema in kind.model_json_schema()["properties"].items() if kind.model_fields else ():
+            if name == "sampler":  # the caller's
+                continue
+            if "anyOf" in schema:  # a bounded `int | float` is nested, and one type in JSON
+                alternatives = [{"type": "number"} if "anyOf" in one else one for one in schema["anyOf"]]
+                schema = {**schema, "anyOf": alternatives}
+            properties.setdefault(name, _acting(schema))
+    return _closed(properties)
 
 
 def _places(pattern: str, family: Family) -> Iterator[str]:

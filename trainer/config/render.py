@@ -34,8 +34,18 @@ path: ???
 `stoker config --schema-files conf/schema` writes the schemas into a folder beside your own files: `data.json` is for
 the group `data`, `primary.json` for train.yaml, finetune.yaml and whatever `--config-name` names. `--schema-path
 data` prints the path of the installed one instead. `# @package` must stay the first line: Hydra reads no further than
-the first other comment. Rules between keys and NeMo's other spellings of values are not in a schema; `stoker config`
-has them."""
+the first other comment.
+Rules between keys and NeMo's other spellings of values are not in a schema; `stoker config` has them.
+
+Python's `jsonschema` finds the files that refer to each other by their place:
+
+```python
+def read(uri: str) -> Resource:
+    return Resource.from_contents(json.loads(Path(urlparse(uri).path).read_text()))
+
+schema = {"$ref": Path("conf/schema/primary.json").resolve().as_uri()}
+Draft7Validator(schema, registry=Registry(retrieve=read)).validate(yaml.safe_load(text))
+```"""
 
 
 def as_yaml(key_reports: Sequence[KeyReport]) -> str:
