@@ -279,12 +279,9 @@ class TransformerModule(pl.LightningModule):
 class GPTModule(TransformerModule):
     """Decoder-only model (`model.family: gpt`) with its loss, optimizer and schedule, for any `pl.Trainer`.
 
-    Args:
-        config: from `stoker.load_config`.
-        vocab_size: vocabulary size of the tokenizer; None: that of the Trainer's `TokenDataModule`, or of the tokenizer
-            in the configuration.
-
-    A batch is a mapping with `tokens` and `labels`, int64 [B, S], -100 at ignored labels.
+    `config` is from `stoker.load_config`; `vocab_size` is that of the tokenizer, needed unless the Trainer has a
+    `TokenDataModule` or the configuration names the tokenizer. A batch is a mapping with
+    `tokens` and `labels`, int64 [B, S], -100 at ignored labels.
     """
 
     family = "gpt"
@@ -293,13 +290,9 @@ class GPTModule(TransformerModule):
 class T5Module(TransformerModule):
     """Encoder-decoder model (`model.family: t5`) with its loss, optimizer and schedule, for any `pl.Trainer`.
 
-    Args:
-        config: from `stoker.load_config`.
-        vocab_size: vocabulary size of the tokenizer; None: that of the Trainer's `TokenDataModule`, or of the tokenizer
-            in the configuration.
-
-    A batch is a mapping with `encoder_tokens` [B, S], `decoder_tokens` and `labels` [B, D], int64, -100 at ignored
-    labels.
+    `config` is from `stoker.load_config`; `vocab_size` is that of the tokenizer, needed unless the Trainer has a
+    `TokenDataModule` or the configuration names the tokenizer. A batch is a mapping with
+    `encoder_tokens` [B, S], `decoder_tokens` and `labels` [B, D], int64, -100 at ignored labels.
     """
 
     family = "t5"
@@ -308,12 +301,9 @@ class T5Module(TransformerModule):
 class BertModule(TransformerModule):
     """Encoder-only model (`model.family: bert`) with its loss, optimizer and schedule, for any `pl.Trainer`.
 
-    Args:
-        config: from `stoker.load_config`.
-        vocab_size: vocabulary size of the tokenizer; None: that of the Trainer's `TokenDataModule`, or of the tokenizer
-            in the configuration.
-
-    A batch is a mapping with `tokens` and `labels`, int64 [B, S], -100 at ignored labels.
+    `config` is from `stoker.load_config`; `vocab_size` is that of the tokenizer, needed unless the Trainer has a
+    `TokenDataModule` or the configuration names the tokenizer. A batch is a mapping with
+    `tokens` and `labels`, int64 [B, S], -100 at ignored labels.
     """
 
     family = "bert"
