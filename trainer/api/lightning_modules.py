@@ -309,8 +309,11 @@ class BertModule(TransformerModule):
     family = "bert"
 
 
-_FIELDS = {"gpt": ("tokens", "labels"), "bert": ("tokens", "labels")}
-_FIELDS["t5"] = ("encoder_tokens", "decoder_tokens", "labels")
+_FIELDS: Mapping[str, tuple[str, ...]] = {
+    "gpt": ("tokens", "labels"),
+    "bert": ("tokens", "labels"),
+    "t5": ("encoder_tokens", "decoder_tokens", "labels"),
+}
 """Tensors that every batch of a family has."""
 _NAMES = {kind.family: kind.__name__ for kind in (GPTModule, T5Module, BertModule)}
 

@@ -131,7 +131,7 @@ def plan(config: RunConfig, *, device: str | None = None) -> Plan:
             of this machine, or an H100.
 
     Returns:
-        The plan: `allocated`, `needed` and `available` bytes, `fits`, `time`, and the report as its `str`.
+        The plan: `allocated`, `needed` and `available` bytes, `fits`, `memory` and `time`.
 
     Raises:
         UserError: there is no such GPU in the tables.

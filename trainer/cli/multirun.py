@@ -8,9 +8,6 @@ the frozen configuration, so the sweep continues however a job ends, and all ran
 
 from __future__ import annotations
 
-import re
-import shlex
-import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from operator import attrgetter
@@ -18,7 +15,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from ..config.hydra_node import RunContext
-from ..config.load import config_from_document, load_hydra_settings, load_run_config
+from ..config.load import load_hydra_settings, load_run_config
 from ..config.problems import ConfigError
 from ..config.run_config import HydraSettings, RunConfig
 from ..config.run_paths import create_run_directory
@@ -27,18 +24,16 @@ from ..config.schema.hydra import OptunaSweeper, SubmititLauncher
 from ..config.schema.root import RootBlock
 from ..config.sweep_overrides import Job, expand_jobs, fixed_overrides, hydra_overrides
 from ..conversion.finetune_defaults import load_finetune_config
-from ..distributed.placement import Placement, resolve_placement
+from ..distributed.placement import Placement
 from ..utils import environment
 from ..utils.errors import EXIT_OK, UserError
 from ..utils.owned_files import check_owned
-from ..utils.redaction import redact_arguments
 from ..utils.text import pluralize
 from .launch_jobs import Launch, RunJob, run_one_by_one
+from .sweep_jobs import LoadJob, job_placement, new_run, print_table
 from .sweep_record import (
     RECORD_FILE,
     Sweep,
-    SweepRun,
-    format_table,
     job_label,
     unwritable_error,
 )
@@ -50,9 +45,6 @@ _PER_JOB_KEYS = (
     "exp_manager.mlflow_logger_kwargs.run_id",
     "model.memory_profile.output_path",
 )
-
-LoadJob = Callable[[Job], RunConfig]
-"""Compose and validate the configuration of a job; raises UserError."""
 
 
 def sweep(
@@ -122,24 +114,6 @@ def sweep(
     return stopped or next((run.exit_code for run in opened.runs if run.exit_code), EXIT_OK)
 
 
-def print_table(sweep: Sweep, *, stopped: bool) -> None:
-    """Print the jobs of a sweep; of one that a signal stopped also the command line that resumes it."""
-    lines = [*format_table(sweep.runs, sweep.directory), f"{pluralize(len(sweep.runs), 'job')} in {sweep.directory}"]
-    if stopped:
-        lines.append(f"to resume: {_resume_command(sweep)}")
-    print("\n".join(["", *lines]), flush=True)
-
-
-def _resume_command(sweep: Sweep) -> str:
-    words = redact_arguments(sys.argv[1:])
-    added = ["exp_manager.resume_if_exists=True"]
-    if sweep.key != "exp_manager.explicit_log_dir":  # that of the first start may have its time
-        place = str(sweep.directory)
-        quoted = place if re.fullmatch(r"[\w./-]+", place, re.ASCII) else "'" + place.replace("'", "\\'") + "'"
-        added.append(f"hydra.sweep.dir={quoted}")
-    return shlex.join(["stoker", *words, *(word for word in added if word not in words)])
-
-
 def _as_typed(value: Any) -> str:
     """Return a value of `hydra.sweeper.params` as on the command line."""
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
@@ -175,13 +149,6 @@ def open_sweep(settings: HydraSettings, jobs: Sequence[Job], load: LoadJob, *, l
         for job, config, placement in zip(jobs, configs, placements, strict=True)
     ]
     return Sweep(directory, key, elsewhere, runs, resumes)
-
-
-def new_run(directory: Path, job: Job, config: RunConfig, placement: Placement) -> SweepRun:
-    """Return a job in its own directory, below that of the sweep."""
-    assert config.hydra is not None
-    own = directory / config.hydra.sweep_subdir
-    return SweepRun(job, _with_directory(config, own), placement, own)
 
 
 def _directory_keys(sweep_dir: str | None, manager: ExpManagerBlock) -> tuple[str, str]:
@@ -225,21 +192,6 @@ def _load_jobs(jobs: Sequence[Job], load: LoadJob) -> tuple[list[RunConfig], lis
         lines += text
     summary = f"{pluralize(len(errors), 'error')} in the configurations of {pluralize(len(jobs), 'job')}"
     raise UserError([*lines, f"{summary}; nothing was started"])
-
-
-def job_placement(config: RunConfig, environ: Any) -> Placement:
-    """Return the placement of a job.
-
-    Raises:
-        UserError: this process is a rank of torchrun or srun, or the job has several nodes.
-    """
-    placement = resolve_placement(config.root.trainer, environ)
-    if placement.rank is not None or placement.num_nodes > 1:
-        raise UserError(
-            "-m starts the processes of its jobs itself, on one machine; run it without torchrun and srun, and with "
-            "trainer.num_nodes=1"
-        )
-    return placement
 
 
 def _job_labels(jobs: Sequence[Job]) -> str:
@@ -323,10 +275,3 @@ def _job_directories(configs: Sequence[RunConfig]) -> list[str]:
             f"hydra.sweep.subdir ({names[0]}) gives several jobs one directory; put ${{hydra.job.num}} into it"
         )
     return names
-
-
-def _with_directory(config: RunConfig, directory: Path) -> RunConfig:
-    """Return the configuration with its own run directory."""
-    manager = {**config.document["exp_manager"], "explicit_log_dir": str(directory)}
-    document = {**config.document, "exp_manager": manager}
-    return config_from_document(document, trusted=True).with_provenance(config.provenance())

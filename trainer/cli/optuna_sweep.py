@@ -34,7 +34,7 @@ from ..utils.durable_files import atomic_write
 from ..utils.errors import EXIT_BAD_INPUT, EXIT_OK, UserError
 from ..utils.text import pluralize
 from .launch_jobs import SIGNAL_EXIT_CODES, Launch
-from .multirun import LoadJob, job_placement, new_run, print_table
+from .sweep_jobs import LoadJob, job_placement, new_run, print_table
 from .sweep_record import (
     RECORD_FILE,
     Sweep,

@@ -11,7 +11,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from pydantic import ValidationError
 
@@ -29,7 +29,6 @@ from .suggest import closest
 from .yaml_reader import SWEPT_DOT
 
 if TYPE_CHECKING:
-    from .draft import Draft
     from .overrides import ValueOverride
 
 RUN_DIRECTORY = "exp_manager.explicit_log_dir"
@@ -68,6 +67,18 @@ _REFERENCES = (
 )
 """What `${hydra:...}` can refer to."""
 ModeNames = {"RUN": False, "MULTIRUN": True}
+
+
+class _Draft(Protocol):
+    """What is needed of a configuration that is being composed (`draft.py`)."""
+
+    tree: Tree
+    origins: dict[str, Origin]
+    findings: list[Finding]
+
+    def origin_text(self, path: str) -> str:
+        """Return the origin of the value at `path` as text."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +163,7 @@ class HydraNode:
         words = [text.lstrip("+").replace("/", "_").partition("=") for text in self.context.swept]
         return item_sep.join(sorted(f"{key}{kv_sep}{value}" for key, _, value in words if key not in excluded))
 
-    def set_run_directory(self, draft: Draft) -> None:
+    def set_run_directory(self, draft: _Draft) -> None:
         """Set the run directory to `hydra.run.dir`; add a problem if another key sets another one."""
         written = dotted_paths.get(self.tree, "run.dir")
         self._has_run_directory = dotted_paths.get(draft.tree, RUN_DIRECTORY) is not None

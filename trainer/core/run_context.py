@@ -43,10 +43,10 @@ from ..utils.errors import UserError
 from ..utils.host_memory import is_out_of_host_memory, is_out_of_memory
 from .debug_runs import fast_dev_run, overfit_batches
 from .rank_checks import check_same_data, check_same_setup, check_shared_directory, mark_shared_directory
+from .report_writer import RunReport
 from .resume import find_resume_checkpoint
 from .run_checks import attention_warnings, check_default_dropout, check_metrics, check_splits, choose_attention
 from .run_length import resolve_run_length
-from .run_report import RunReport
 
 
 @dataclass(frozen=True, kw_only=True)

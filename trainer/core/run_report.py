@@ -1,18 +1,11 @@
-"""The report of a run: `report.json` while it runs, `report.html` at its end, however it ends.
-
-A report is not worth a run: what cannot be written, or made, is a warning.
-"""
+"""What a run records for its report: facts and plan at the start, measured memory and a sample at the end."""
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Iterator
 from itertools import groupby
-from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -30,74 +23,14 @@ from ..generation.sampling import SamplingParams
 from ..generation.text_generator import Generator, StoppingCriteria
 from ..plan.report import memory_categories
 from ..plan.run_plan import Plan
-from ..report.run_data import RECORD_FILE
-from ..utils.durable_files import atomic_write
-from ..utils.errors import UserError
 from ..utils.redaction import redact, redact_value
-
-if TYPE_CHECKING:
-    from .run_context import RunContext
+from .run_context import RunContext
 
 _OTHER_GROUPS = tuple(f"model.{group}." for group in ("data", "optim", "tokenizer", "peft"))
 """Keys of `model` that files of other groups give."""
 _GPT_PROMPT, _T5_PROMPT = 32, 256
 """Most tokens of a prompt."""
 _SAMPLE_SECONDS = 3.0
-
-
-class RunReport:
-    """Writer of the report of a run.
-
-    A context manager: on exit it writes the page, if anything was recorded.
-
-    Args:
-        directory: the run directory; None writes nothing.
-        log: logs a line.
-    """
-
-    def __init__(self, directory: Path | None, log: Callable[[str], None]) -> None:
-        self._directory = directory
-        self._log = log
-        self._warned = False
-        self._record: dict[str, Any] = {}
-
-    def record(self, describe: Callable[[], dict[str, Any]]) -> None:
-        """Add what `describe` returns, and write `report.json`."""
-        self._try(lambda directory: self._add(directory, describe()))
-
-    def __enter__(self) -> RunReport:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if not self._record:
-            return
-        if error is not None and not isinstance(error, UserError):  # of which the events tell
-            failure = f"{type(error).__name__}: {' '.join(str(error).split())}"[:500]
-            self.record(lambda: {"failure": redact(failure)})
-        self._try(_write_page)
-
-    def _add(self, directory: Path, fields: dict[str, Any]) -> None:
-        self._record |= fields
-        atomic_write(directory / RECORD_FILE, (json.dumps(self._record, indent=1) + "\n").encode())
-
-    def _try(self, write: Callable[[Path], None]) -> None:
-        if self._directory is None:
-            return
-        try:
-            write(self._directory)
-        except Exception as error:
-            if not self._warned:
-                self._warned = True
-                with suppress(UserError, OSError):  # if the log cannot be written either
-                    self._log(f"warning: no report: {type(error).__name__}: {' '.join(str(error).split())[:300]}")
-
-
-def _write_page(directory: Path) -> None:
-    from ..report.page import write_report
-
-    write_report(directory)
 
 
 def describe_start(run: RunContext, model: LanguageModel) -> dict[str, Any]:

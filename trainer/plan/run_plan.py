@@ -74,11 +74,6 @@ class Plan:
     ranks: tuple[RankPlan, ...]
     time: StepTime | None
 
-    def __str__(self) -> str:
-        from .report import report_lines
-
-        return "\n".join(report_lines(self, []))
-
     @property
     def largest(self) -> RankPlan:
         """The rank that needs the most device memory."""
