@@ -96,9 +96,10 @@ def test_wrong_arguments_are_told_before_anything_is_loaded(tmp_path):
         stoker.generate(config, ["a"])  # type: ignore[arg-type]
     with pytest.raises(stoker.UserError, match=r"`split` \(dev\) must be validation or test"):
         stoker.evaluate("nowhere", split="dev")  # type: ignore[arg-type]
-    for name, value in (("to", "gguf"), ("dtype", "int8")):
-        with pytest.raises(stoker.UserError, match=rf"`{name}` \({value}\) must be one of"):
-            stoker.convert(tmp_path, tmp_path / "out", **{name: value})
+    options: list[dict[str, Any]] = [{"to": "gguf"}, {"dtype": "int8"}]
+    for option in options:
+        with pytest.raises(stoker.UserError, match=rf"`{next(iter(option))}` \(\w+\) must be one of"):
+            stoker.convert(tmp_path, tmp_path / "out", **option)
     with pytest.raises(stoker.UserError, match="need processes"):
         stoker.train(stoker.load_config(["model=gpt_tiny", "trainer.devices=2", "model.micro_batch_size=8"]))
 

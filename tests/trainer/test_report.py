@@ -19,7 +19,7 @@ from tiny_run import tiny_config
 
 from stoker.trainer.cli.main import main
 from stoker.trainer.config.load import config_from_document, load_run_config
-from stoker.trainer.core import run_report
+from stoker.trainer.core import report_writer, run_report
 from stoker.trainer.report.curves import MAX_POINTS, Curve
 from stoker.trainer.report.page import MAX_BYTES, run_page, write_report
 from stoker.trainer.report.public_text import PublicText
@@ -229,7 +229,7 @@ def test_a_report_that_cannot_be_written_is_one_warning(
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(run_report, "atomic_write", full)
+    monkeypatch.setattr(report_writer, "atomic_write", full)
     assert run_training(tiny_config(tmp_path / "run", exp_manager__create_report=True)).exit_code == 0
     assert capsys.readouterr().out.count("warning: no report: OSError: [Errno 28] No space left on device") == 1
 
