@@ -43,6 +43,7 @@ Python's `jsonschema` finds the files that refer to each other by their place:
 def read(uri: str) -> Resource:
     return Resource.from_contents(json.loads(Path(urlparse(uri).path).read_text()))
 
+
 schema = {"$ref": Path("conf/schema/primary.json").resolve().as_uri()}
 Draft7Validator(schema, registry=Registry(retrieve=read)).validate(yaml.safe_load(text))
 ```"""
