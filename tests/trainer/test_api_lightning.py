@@ -193,6 +193,13 @@ def test_batches_that_are_none_are_refused_in_a_line(make, says):
     assert says in error.value.lines[0]
 
 
+def test_the_length_of_the_configuration_acts_if_the_trainer_has_none(tmp_path):
+    keys = ("model.data.data_impl=mock",)
+    module = fitted(configured(*keys, steps=2), steps=-1, max_epochs=1)
+    assert module.trainer.global_step == 2
+    assert same_bits(module, stoker_train(tmp_path, *keys, steps=2))
+
+
 def test_a_module_is_of_one_family():
     with pytest.raises(stoker.UserError, match=r"must be t5 for T5Module; use GPTModule"):
         stoker.T5Module(configured())

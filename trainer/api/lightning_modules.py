@@ -84,6 +84,7 @@ class TransformerModule(pl.LightningModule):
         self._data_parallel: DataParallel | None = None
         self._expert_balancer: ExpertBalancer | None = None
         self._micro_batches = 1
+        self._real_vocab_size = 0
         self._loss: Tensor | None = None
 
     @property
@@ -119,9 +120,11 @@ class TransformerModule(pl.LightningModule):
                 _check_saved_state(trainer)
                 self._mesh = build_mesh(self._run.mesh, None, ranks_of(trainer))
                 self._data_parallel = build_data_parallel(self._run, device, self._mesh)
+        vocab_size = self._find_vocab_size()
+        self._real_vocab_size = self._run.with_vocabulary(vocab_size).vocab_size
         self.model = build_model(
             self._run,
-            self._find_vocab_size(),
+            vocab_size,
             device,
             choose_attention(self._run, device),
             self._data_parallel,
@@ -196,6 +199,12 @@ class TransformerModule(pl.LightningModule):
         if norm is not None:
             self.log("grad_norm", norm.float(), batch_size=1)
 
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Stop after the user's `trainer.max_steps`, which the Trainer may not have been given."""
+        steps = self.run.trainer.max_steps
+        if self.config.is_set("trainer.max_steps") and 0 < steps <= self.trainer.global_step:
+            self.trainer.should_stop = True
+
     def validation_step(self, batch: Mapping[str, Any], batch_idx: int) -> None:
         """Log `val_loss`, the mean cross-entropy of all targets, nats per token."""
         self._log_loss("val_loss", batch)
@@ -228,7 +237,7 @@ class TransformerModule(pl.LightningModule):
         """
         named = batch if isinstance(batch, Mapping) else {}
         fields = {name: field for name, field in named.items() if isinstance(field, Tensor) and name != "num_targets"}
-        needed, size = _FIELDS[self.family], self.run.with_vocabulary(self._find_vocab_size()).vocab_size
+        needed = _FIELDS[self.family]
         if missing := [name for name in needed if name not in fields]:
             found = ", ".join(named) or type(batch).__name__
             raise UserError(
@@ -238,8 +247,10 @@ class TransformerModule(pl.LightningModule):
         for name in needed:
             if fields[name].is_floating_point():
                 raise UserError(f"`{name}` ({fields[name].dtype}) of a batch must be int64, ids of tokens")
-            if check_ids and (largest := int(fields[name].max())) >= size:
-                raise UserError(f"`{name}` of a batch has the id {largest}, beyond the vocabulary of {size}")
+            if check_ids and (largest := int(fields[name].max())) >= self._real_vocab_size:
+                raise UserError(
+                    f"`{name}` of a batch has the id {largest}, beyond the vocabulary of {self._real_vocab_size}"
+                )
         return fields
 
     def _start_step(self, step: int) -> None:

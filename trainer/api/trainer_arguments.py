@@ -23,7 +23,7 @@ from ..utils.errors import UserError
 
 _PRECISIONS = {"32-true": "32", "64-true": "64", "bf16-mixed": "bf16-mixed", "bf16-true": "bf16-true"}
 """`trainer.precision` for each supported `Trainer(precision=)`."""
-_ACTING = ("devices", "num_nodes", "precision", "max_steps", "max_epochs", "gradient_clip_val", "limit_val_batches")
+_ACTING = ("devices", "num_nodes", "precision", "max_steps", "gradient_clip_val", "limit_val_batches")
 """Keys of `trainer` that act with a `pl.Trainer`."""
 
 
@@ -83,7 +83,7 @@ def set_accumulation(run: ResolvedRun, trainer: pl.Trainer) -> int:
 
 def schedule_length(config: RunConfig, run: ResolvedRun, trainer: pl.Trainer) -> int:
     """Return the optimizer steps of the run: those of the user's `trainer.max_steps`, or else of the trainer."""
-    if trainer.max_steps == -1 and not config.is_set("trainer.max_steps"):
+    if trainer.max_steps == -1 and (run.trainer.max_steps == -1 or not config.is_set("trainer.max_steps")):
         steps = trainer.estimated_stepping_batches
         if math.isfinite(steps):
             return int(steps)
