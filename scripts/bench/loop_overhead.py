@@ -1,4 +1,4 @@
-"""What the training loop costs: `stoker train`, and `stoker.GPTModule` in a plain `pl.Trainer`, against a bare loop.
+"""Cost of the training loop: `stoker train`, and `stoker.GPTModule` in a plain `pl.Trainer`, against a bare loop.
 
 python scripts/bench/loop_overhead.py [--rounds 3] [--case short long] [--only loop stoker ...] [--seconds 500]
     [--results FILE.jsonl] [--report FILE.md]

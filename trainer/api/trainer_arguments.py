@@ -1,4 +1,4 @@
-"""What the configuration and the arguments of a `pl.Trainer` both say, made one: they agree, or the run is refused.
+"""Agreement of a configuration with the arguments of a `pl.Trainer`: contradictions are refused.
 
 An argument that is left at Lightning's default gives way to the configuration; a key that the user has not set gives
 way to the argument.

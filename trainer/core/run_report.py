@@ -1,4 +1,4 @@
-"""What a run records for its report: facts and plan at the start, measured memory and a sample at the end."""
+"""Record of a run for its report: facts and plan at the start, measured memory and a sample at the end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a plan is made for: a GPU, which need not be here, and the vocabulary of the tokenizer."""
+"""Target of a plan: a GPU, which need not be here, and the vocabulary of the tokenizer."""
 
 from __future__ import annotations
 
