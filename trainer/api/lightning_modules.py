@@ -89,7 +89,7 @@ class TransformerModule(pl.LightningModule):
 
     @property
     def run(self) -> ResolvedRun:
-        """What follows from the configuration, after `configure_model`."""
+        """The resolved configuration, after `configure_model`."""
         assert self._run is not None
         return self._run
 

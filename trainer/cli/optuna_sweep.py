@@ -62,7 +62,7 @@ OpenSweep = Callable[[Sequence[Job], LoadJob], Sweep]
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """What one key may be.
+    """Values that one key may have.
 
     Attributes:
         values: the values as override text; empty for an interval.

@@ -65,7 +65,7 @@ _REFERENCES = (
     *("job.num", "job.name", "job.override_dirname", "job.config_name", "runtime.cwd", "runtime.choices"),
     *("runtime.version", "runtime.output_dir", "run.dir", "sweep.dir", "sweep.subdir", "mode"),
 )
-"""What `${hydra:...}` can refer to."""
+"""Names that `${hydra:...}` can refer to."""
 ModeNames = {"RUN": False, "MULTIRUN": True}
 
 
@@ -83,7 +83,7 @@ class _Draft(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RunContext:
-    """What `${hydra:...}` and `${now:...}` refer to, fixed before a run or sweep starts.
+    """Values of `${hydra:...}` and `${now:...}`, fixed before a run or sweep starts.
 
     Attributes:
         is_multirun: a sweep, or one of its jobs.

@@ -39,7 +39,7 @@ DEFAULT_ORIGIN = Origin("default", "default")
 
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """What the chosen file of the group `model` gives.
+    """Values of the chosen file of the group `model`.
 
     Attributes:
         name: of the choice, such as `gpt_125m`.

@@ -25,14 +25,14 @@ except ImportError:  # Windows
 
 CONFIG_FILE, METRICS_FILE = "config.resolved.json", "metrics.jsonl"
 RECORD_FILE = "report.json"
-"""What the page shows and no other file of the run holds: plan, attention, origins, sample."""
+"""Data that the page shows and no other file of the run holds: plan, attention, origins, sample."""
 _MAX_METRICS = 400
 _MAX_WARNINGS = 200
 
 
 @dataclass(slots=True)
 class RunData:
-    """What the files of a run directory hold; empty where a file is missing or damaged.
+    """Contents of the files of a run directory; empty where a file is missing or damaged.
 
     Attributes:
         document: the configuration.

@@ -1,4 +1,4 @@
-"""What the page of a run shows, as plain values for the template; a section without content, or damaged, is empty."""
+"""Contents of the page of a run, as plain values for the template; a section without content, or damaged, is empty."""
 
 from __future__ import annotations
 
