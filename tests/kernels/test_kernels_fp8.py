@@ -1,0 +1,215 @@
+"""fp8 casts, scaled matmuls and linear layers."""
+
+from collections.abc import Callable
+from itertools import product
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from stoker.kernels.fp8.linear import cast_weight, fp8_linear
+from stoker.kernels.fp8.quantize import DTYPES, Quantized, amaxes, dequantize, quantize
+from stoker.kernels.fp8.recipe import MAX_VALUE, Format, Fp8Recipe, Granularity, Scaling
+from stoker.kernels.fp8.scaled_matmul import scaled_matmul
+
+GRANULARITIES: tuple[Granularity, ...] = ("tensor", "row", "tile", "block")
+SCALINGS: tuple[Scaling, ...] = ("tensorwise", "rowwise", "blockwise")
+FORMATS: tuple[Format, ...] = ("e4m3", "e5m2")
+BLOCKS = {"tensor": None, "row": (1, None), "tile": (1, 128), "block": (128, 128)}
+
+
+def expected_cast(matrix: Tensor, format: Format, granularity: Granularity) -> Tensor:
+    """Return the values of the cast in fp64: the nearest number of the format, block by block."""
+    high, wide = BLOCKS[granularity] or (None, None)
+    high, wide = high or max(len(matrix), 1), wide or max(matrix.shape[1], 1)
+    every = torch.arange(256, dtype=torch.uint8).view(DTYPES[format]).double()
+    numbers = every[every.isfinite()].unique()
+    values = torch.empty(matrix.shape, dtype=torch.float64)
+    for top, left in product(range(0, len(matrix), high), range(0, matrix.shape[1], wide)):
+        block = matrix[top : top + high, left : left + wide].double()
+        scale = block.abs().max() / MAX_VALUE[format]
+        nearest = (block[..., None] / scale - numbers).abs().argmin(-1)
+        values[top : top + high, left : left + wide] = numbers[nearest] * scale
+    return values
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+def test_both_casts_are_the_nearest_numbers_of_the_format(granularity: Granularity, format: Format) -> None:
+    torch.manual_seed(0)
+    matrix = (torch.randn(140, 136) * torch.randn(140, 1).exp()).bfloat16()
+    pair = quantize(matrix, format, granularity)
+    assert pair.rows is not None
+    assert pair.columns is not None
+    rows, columns = dequantize(pair.rows, torch.float64), dequantize(pair.columns, torch.float64)
+    for got, source in ((rows, matrix.double()), (columns[:, :140], matrix.t().double())):
+        distance = (expected_cast(source, format, granularity) - source).abs()
+        assert ((got - source).abs() <= distance + 1e-6 * source.abs()).all()
+    assert not columns[:, 140:].any()
+    assert pair.columns.data.shape[1] % 16 == 0
+
+
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+def test_power_of_two_scales_and_margin(granularity: Granularity) -> None:
+    matrix = torch.randn(33, 160, generator=torch.Generator().manual_seed(1))
+    plain = quantize(matrix, "e4m3", granularity, columns=False).rows
+    wider = quantize(matrix, "e4m3", granularity, columns=False, margin=2).rows
+    rounded = quantize(matrix, "e4m3", granularity, columns=False, power_of_two=True).rows
+    assert plain is not None
+    assert wider is not None
+    assert rounded is not None
+    assert torch.equal(wider.scale, plain.scale * 4)
+    assert torch.equal(rounded.scale.log2(), rounded.scale.log2().round())
+    assert (rounded.scale >= plain.scale).all()
+    assert (rounded.scale < 2 * plain.scale).all()
+
+
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+def test_special_values(granularity: Granularity) -> None:
+    def values_of(matrix: Tensor) -> Tensor:
+        pair = quantize(matrix, "e4m3", granularity)
+        assert pair.rows is not None
+        assert pair.columns is not None
+        assert torch.equal(dequantize(pair.columns)[:, : len(matrix)].isfinite().all(), torch.tensor(rows_finite))
+        return dequantize(pair.rows)
+
+    rows_finite = True
+    assert not values_of(torch.zeros(5, 32)).any()
+    assert values_of(torch.zeros(0, 32)).shape == (0, 32)
+    tiny = torch.full((5, 32), 2.0**-130)
+    assert values_of(tiny).abs().max() <= 2.0**-129
+    rows_finite = False
+    for value in (torch.inf, -torch.inf, torch.nan):
+        spoiled = torch.ones(5, 32)
+        spoiled[2, 3] = value
+        assert not values_of(spoiled)[2, 3].isfinite()
+
+
+def test_transposed_and_strided_matrices_are_cast_alike() -> None:
+    matrix = torch.randn(64, 48)
+    for other in (matrix.t().contiguous().t(), torch.stack((matrix, matrix), 2)[:, :, 0]):
+        pairs = [quantize(x, "e4m3", "tile") for x in (matrix, other)]
+        for got, expected in zip(*pairs, strict=True):
+            assert got is not None
+            assert expected is not None
+            assert torch.equal(got.data.float(), expected.data.float())
+            assert torch.equal(got.scale, expected.scale)
+
+
+@pytest.mark.parametrize("granularity", ["tensor", "row"])
+def test_reduced_maxima_are_those_of_the_whole_tensor(granularity: Granularity) -> None:
+    whole = torch.randn(64, 32)
+    seen: list[Tensor] = []
+
+    def reduce(bits: Tensor) -> Tensor:
+        seen.append(bits)
+        return torch.maximum(bits, other.view(torch.int32)) if bits.numel() == other.numel() else bits
+
+    first, second = whole.chunk(2)
+    other = amaxes(second, granularity, rows=granularity == "tensor")[0 if granularity == "tensor" else 1]
+    got = amaxes(first, granularity, rows=granularity == "tensor", reduce=reduce)[0 if granularity == "tensor" else 1]
+    expected = whole.abs().amax() if granularity == "tensor" else whole.abs().amax(0)
+    assert torch.equal(got, expected.view_as(got))
+    other = torch.full_like(other, torch.nan)
+    spoiled = amaxes(first, granularity, rows=granularity == "tensor", reduce=reduce)
+    assert spoiled[0 if granularity == "tensor" else 1].isnan().all()
+
+
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_products_are_those_of_the_rounded_operands(scaling: Scaling) -> None:
+    recipe = Fp8Recipe(scaling)
+    torch.manual_seed(0)
+    a = quantize(torch.randn(37, 160, dtype=torch.float64), "e5m2", recipe.inputs).rows
+    b = quantize(torch.randn(48, 160, dtype=torch.float64), "e4m3", recipe.weights).rows
+    assert a is not None
+    assert b is not None
+    exact = dequantize(a, torch.float64) @ dequantize(b, torch.float64).t()
+    assert torch.equal(scaled_matmul(a, b, torch.float64), exact)
+    assert torch.allclose(scaled_matmul(a, b, torch.float32).double(), exact, rtol=1e-5, atol=1e-5)
+
+
+def linear_and_gradients(function: Callable[..., Tensor], *tensors: Tensor) -> tuple[Tensor, ...]:
+    output = function(*tensors)
+    outer = torch.linspace(-1, 1, output.numel(), dtype=output.dtype).view_as(output).sin()
+    return output, *torch.autograd.grad(output, tensors, outer)
+
+
+def linear_inputs(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
+    torch.manual_seed(0)
+    shapes = (3, 11, 160), (48, 160), (48,)
+    return tuple(torch.randn(shape, dtype=dtype).requires_grad_() for shape in shapes)  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("wgrad", [True, False])
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_a_linear_layer_multiplies_the_casts(scaling: Scaling, wgrad: bool) -> None:
+    recipe = Fp8Recipe(scaling, wgrad=wgrad)
+    inputs, weight, bias = linear_inputs()
+    results = linear_and_gradients(lambda x, w, b: fp8_linear(x, w, b, recipe), inputs, weight, bias)
+    outer = torch.linspace(-1, 1, results[0].numel(), dtype=torch.float64).view(-1, 48).sin()
+
+    def values(matrix: Tensor, format: Format, granularity: Granularity) -> tuple[Tensor, Tensor]:
+        pair = quantize(matrix, format, granularity)
+        first, second = (dequantize(x, torch.float64) for x in pair if isinstance(x, Quantized))
+        return first, second[:, : len(matrix)]
+
+    x, x_columns = values(inputs.flatten(0, 1), "e4m3", recipe.inputs)
+    w, w_columns = values(weight, "e4m3", recipe.weights)
+    g, g_columns = values(outer, "e5m2", recipe.inputs)
+    expected_wgrad = g_columns @ x_columns.t() if wgrad else outer.t() @ inputs.flatten(0, 1)
+    expected = x @ w.t() + bias, g @ w_columns.t(), expected_wgrad, outer.sum(0)
+    for got, wanted in zip(results, expected, strict=True):
+        assert torch.allclose(got.view_as(wanted), wanted, rtol=1e-12, atol=1e-12)
+    plain = linear_and_gradients(F.linear, inputs, weight, bias)
+    for got, wanted in zip(results, plain, strict=True):
+        assert (got - wanted).norm() < 0.08 * wanted.norm()
+
+
+@pytest.mark.parametrize("columns", [True, False])
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_kept_casts_of_a_weight_change_nothing(scaling: Scaling, columns: bool) -> None:
+    recipe = Fp8Recipe(scaling)
+    inputs, weight, bias = linear_inputs()
+    expected = linear_and_gradients(lambda x, w, b: fp8_linear(x, w, b, recipe), inputs, weight, bias)
+    kept = cast_weight(torch.ones_like(weight), recipe, columns=columns)
+    assert cast_weight(weight, recipe, columns=columns, out=kept) is kept
+    got = linear_and_gradients(lambda x, w, b: fp8_linear(x, w, b, recipe, cast=kept), inputs, weight, bias)
+    assert all(torch.equal(first, second) for first, second in zip(got, expected, strict=True))
+
+
+def test_the_transposed_fp8_input_is_all_that_is_saved() -> None:
+    inputs, weight, _ = linear_inputs(torch.bfloat16)
+    recipe, saved = Fp8Recipe(), list[Tensor]()
+    cast = cast_weight(weight, recipe)
+
+    def keep(tensor: Tensor) -> Tensor:
+        saved.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, keep):
+        fp8_linear(inputs, weight, None, recipe, cast=cast)
+    assert cast.columns is not None
+    own = [x for x in saved if x.data_ptr() not in (cast.columns.data.data_ptr(), cast.columns.scale.data_ptr())]
+    assert sum(x.numel() * x.itemsize for x in own) == 160 * 48 + 4  # 33 tokens padded to 48, and a scale
+
+
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_a_linear_layer_compiles_to_one_graph(scaling: Scaling) -> None:
+    torch._dynamo.reset()
+    recipe = Fp8Recipe(scaling)
+    inputs, weight, bias = linear_inputs(torch.bfloat16)
+
+    def function(inputs: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return fp8_linear(inputs, weight, bias, recipe, reduce=torch.clone, weight_reduce=torch.clone)
+
+    expected = linear_and_gradients(function, inputs, weight, bias)
+    got = linear_and_gradients(torch.compile(function, backend="aot_eager", fullgraph=True), inputs, weight, bias)
+    assert all(torch.equal(first, second) for first, second in zip(got, expected, strict=True))
+
+
+def test_widths_that_fp8_cannot_multiply_are_refused() -> None:
+    with pytest.raises(ValueError, match="multiples of 16"):
+        fp8_linear(torch.randn(2, 16), torch.randn(8, 16), None, Fp8Recipe())
+    with pytest.raises(ValueError, match=r"\(N, 16\)"):
+        fp8_linear(torch.randn(2, 16), torch.randn(16, 32), None, Fp8Recipe())
