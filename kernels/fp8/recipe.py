@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 Scaling = Literal["tensorwise", "rowwise", "blockwise"]
 Format = Literal["e4m3", "e5m2"]
@@ -43,6 +43,11 @@ class Fp8Recipe:
     wgrad: bool = True
     fast_accumulation_forward: bool = True
     fast_accumulation_backward: bool = False
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Options of `quantize.quantize`."""
+        return {"margin": self.margin, "power_of_two": self.power_of_two}
 
     @property
     def inputs(self) -> Granularity:

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .quantize import Quantized, dequantize
+from .operands import Quantized, dequantize
 from .recipe import Granularity
 
 _torch_scaled_mm: Any = torch._scaled_mm  # pyright: ignore[reportPrivateImportUsage]

@@ -1,17 +1,27 @@
 """fp8 casts, scaled matmuls and linear layers."""
 
 from collections.abc import Callable
+from functools import partial
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from tiers import DEVICES, cases
 from torch import Tensor
 
-from stoker.kernels.fp8.linear import cast_weight, fp8_linear
-from stoker.kernels.fp8.quantize import DTYPES, Quantized, amaxes, dequantize, quantize
+from stoker.kernels.activations import FUSED_ACTIVATIONS
+from stoker.kernels.fp8.cast_kernels import triton_amax, triton_cast
+from stoker.kernels.fp8.gated_mlp import fp8_gated_mlp
+from stoker.kernels.fp8.linear import fp8_linear
+from stoker.kernels.fp8.operands import DTYPES, Quantized, dequantize
+from stoker.kernels.fp8.quantize import _amax, _cast, amaxes, quantize
 from stoker.kernels.fp8.recipe import MAX_VALUE, Format, Fp8Recipe, Granularity, Scaling
+from stoker.kernels.fp8.reference import produce, reference_amax, reference_cast
 from stoker.kernels.fp8.scaled_matmul import scaled_matmul
+from stoker.kernels.fp8.weight_cast import cast_weight
+from stoker.kernels.gated_activation import gated_activation
 
 GRANULARITIES: tuple[Granularity, ...] = ("tensor", "row", "tile", "block")
 SCALINGS: tuple[Scaling, ...] = ("tensorwise", "rowwise", "blockwise")
@@ -48,6 +58,95 @@ def test_both_casts_are_the_nearest_numbers_of_the_format(granularity: Granulari
         assert ((got - source).abs() <= distance + 1e-6 * source.abs()).all()
     assert not columns[:, 140:].any()
     assert pair.columns.data.shape[1] % 16 == 0
+
+
+def sources(producer: str, dtype: torch.dtype = torch.bfloat16) -> tuple[list[Tensor], str]:
+    """Return the tensors that a producer takes, of odd sizes where it may, and an activation."""
+    torch.manual_seed(0)
+    shapes = {"none": [(133, 80)], "gated": [(133, 256)], "gated_backward": [(133, 256), (133, 128)]}[producer]
+    return [torch.randn(shape).to(dtype) for shape in shapes], "" if producer == "none" else "silu"
+
+
+KERNEL_CASES = [
+    (producer, granularity)
+    for producer in ("none", "gated", "gated_backward")
+    for granularity in GRANULARITIES
+    if producer == "none" or granularity != "block"
+]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("producer", "granularity"), KERNEL_CASES)
+def test_kernels_equal_the_reference(device: str, producer: str, granularity: Granularity) -> None:
+    tensors, activation = sources(producer)
+    tensors = [tensor.to(device) for tensor in tensors]
+    exact, product = produce(producer, [tensor.double() for tensor in tensors], activation)
+    none = torch.empty(0, device=device)
+    amax: tuple[Tensor, Tensor] = none, none
+    product_amax = none
+    if granularity in ("tensor", "row"):
+        amax = triton_amax(tensors, producer, activation, granularity, True, True)
+        expected = reference_amax(exact, granularity), reference_amax(exact.t(), granularity)
+        torch.testing.assert_close(amax[0], expected[0], rtol=1e-5, atol=0)
+        if granularity == "row":
+            torch.testing.assert_close(amax[1], expected[1], rtol=1e-5, atol=0)
+        product_amax = reference_amax(product.t(), granularity)
+    with_product = "e4m3" if producer == "gated_backward" else ""
+    formats: tuple[Format, Format, Format] = "e5m2", "e5m2", "e4m3"
+    results = triton_cast(
+        tensors, producer, activation, *amax, formats[0], granularity, 1, False, True, True, product_amax, with_product
+    )
+    matrices = [(exact, amax[0]), (exact.t(), amax[0] if granularity == "tensor" else amax[1])]
+    matrices += [(product.t(), product_amax)] if with_product else []
+    for number, (matrix, largest) in enumerate(matrices):
+        data, scale = results[2 * number : 2 * number + 2]
+        got = dequantize(Quantized(data, scale, granularity), torch.float64)[:, : matrix.shape[1]]
+        _, wanted_scale = reference_cast(matrix, largest, formats[number], granularity, 1, False)
+        torch.testing.assert_close(scale[:, : wanted_scale.shape[1]] if scale.ndim == 2 else scale, wanted_scale)
+        # within half a step of the format, relative or of the subnormals
+        step = 2.0 ** -(3 if formats[number] == "e4m3" else 2)
+        smallest = 2.0 ** -(6 if formats[number] == "e4m3" else 14)
+        block = torch.ones_like(data, dtype=torch.float64)[:, : matrix.shape[1]]
+        steps = dequantize(Quantized(block.to(DTYPES["e4m3"]), scale, granularity), torch.float64)
+        error = (got - matrix).abs()
+        assert (error <= 1.0001 * step / 2 * torch.maximum(matrix.abs(), smallest * steps)).all()
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of the interpreter, for inf and NaN
+@pytest.mark.parametrize("spoiled", [False, True])
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+def test_kernels_round_as_the_reference_does(granularity: Granularity, spoiled: bool) -> None:
+    tensors, _ = sources("none")
+    tensors[0][6:8] = 0.0
+    tensors[0][9] = torch.linspace(-1e-6, 1e-6, 80)
+    if spoiled:
+        tensors[0][3, 5], tensors[0][70, 2] = torch.inf, torch.nan
+    amax = torch.empty(0), torch.empty(0)
+    if granularity in ("tensor", "row"):
+        amax = _amax(tensors, "none", "", granularity, True, True)
+        for got, expected in zip(triton_amax(tensors, "none", "", granularity, True, True), amax, strict=True):
+            torch.testing.assert_close(got, expected, rtol=0, atol=0, equal_nan=True)
+    for format in FORMATS:
+        arguments: Any = (tensors, "none", "", *amax, format, granularity, 0, True, True, True)
+        results = triton_cast(*arguments), _cast(*arguments)
+        for got, expected in zip(*results, strict=True):
+            assert got.stride() == expected.stride()
+            assert spoiled or torch.equal(got.float(), expected.float())
+        for first in (0, 2):
+            got, expected = (dequantize(Quantized(*of[first : first + 2], granularity)) for of in results)  # pyright: ignore[reportCallIssue]
+            assert torch.equal(got.isfinite(), expected.isfinite())
+            assert torch.equal(got[got.isfinite()], expected[got.isfinite()])
+            assert spoiled == (not got.isfinite().all())
+
+
+def test_custom_operations_are_well_formed() -> None:
+    for producer, granularity in KERNEL_CASES[::3]:
+        tensors, activation = sources(producer, torch.float32)
+        head: tuple[Any, ...] = (tensors, producer, activation)
+        if granularity in ("tensor", "row"):
+            torch.library.opcheck(_amax, (*head, granularity, True, True))
+        amax = _amax(*head, granularity, True, True) if granularity in ("tensor", "row") else (torch.empty(0),) * 2
+        torch.library.opcheck(_cast, (*head, *amax, "e4m3", granularity, 0, False, True, True))
 
 
 @pytest.mark.parametrize("granularity", GRANULARITIES)
@@ -205,6 +304,43 @@ def test_a_linear_layer_compiles_to_one_graph(scaling: Scaling) -> None:
 
     expected = linear_and_gradients(function, inputs, weight, bias)
     got = linear_and_gradients(torch.compile(function, backend="aot_eager", fullgraph=True), inputs, weight, bias)
+    assert all(torch.equal(first, second) for first, second in zip(got, expected, strict=True))
+
+
+def mlp_inputs(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
+    torch.manual_seed(0)
+    shapes = (3, 11, 64), (256, 64), (48, 128)
+    return tuple(torch.randn(shape, dtype=dtype).requires_grad_() for shape in shapes)  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("scaling", SCALINGS)
+@pytest.mark.parametrize("activation", cases(sorted(FUSED_ACTIVATIONS), fast=2))
+def test_the_fused_gated_mlp_equals_its_parts(scaling: Scaling, activation: str) -> None:
+    recipe = Fp8Recipe(scaling)
+
+    def parts(inputs: Tensor, up: Tensor, down: Tensor) -> Tensor:
+        inner = gated_activation(fp8_linear(inputs, up, None, recipe), activation)
+        return fp8_linear(inner, down, None, recipe)
+
+    inputs = mlp_inputs()
+    expected = linear_and_gradients(parts, *inputs)
+    got = linear_and_gradients(lambda x, up, down: fp8_gated_mlp(x, up, down, activation, recipe), *inputs)
+    for first, second in zip(got, expected, strict=True):
+        torch.testing.assert_close(first, second, rtol=1e-12, atol=1e-12)
+
+
+def test_the_gated_mlp_compiles_to_one_graph_with_kept_casts() -> None:
+    torch._dynamo.reset()
+    recipe = Fp8Recipe()
+    inputs = mlp_inputs(torch.bfloat16)
+    casts = {"up_cast": cast_weight(inputs[1], recipe), "down_cast": cast_weight(inputs[2], recipe)}
+
+    def function(inputs: Tensor, up: Tensor, down: Tensor, **casts: Any) -> Tensor:
+        return fp8_gated_mlp(inputs, up, down, "silu", recipe, reduce=torch.clone, **casts)
+
+    expected = linear_and_gradients(function, *inputs)
+    compiled = torch.compile(partial(function, **casts), backend="aot_eager", fullgraph=True)
+    got = linear_and_gradients(compiled, *inputs)
     assert all(torch.equal(first, second) for first, second in zip(got, expected, strict=True))
 
 

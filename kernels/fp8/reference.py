@@ -1,0 +1,83 @@
+"""Casts to fp8 in plain PyTorch, any device and dtype."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..activations import NONLINEARITIES
+from .operands import DTYPES
+from .recipe import MAX_VALUE, TILE, Format, Granularity
+
+SMALLEST_AMAX = 2.0**-100
+"""What smaller maxima count as, so that neither a scale nor its reciprocal overflows."""
+
+
+def scale_of(amax: Tensor, format: Format, margin: int = 0, power_of_two: bool = False) -> Tensor:
+    """Return the scales of these maxima, fp32; inf and NaN stay."""
+    scale = amax.float().clamp_min(SMALLEST_AMAX) / MAX_VALUE[format] * 2.0**margin
+    if power_of_two:  # the next exponent, unless the fraction is 0
+        rounded = ((scale.view(torch.int32) + 0x7FFFFF) & -0x800000).view(torch.float32)
+        scale = torch.where(scale.isnan(), scale, rounded)
+    return scale
+
+
+def cast_to(values: Tensor, scale: Tensor, format: Format) -> Tensor:
+    """Return values / scale in fp8, rounded to nearest, ties to even; beyond the largest value, saturated."""
+    wide = values.to(torch.promote_types(values.dtype, torch.float32)) * (1.0 / scale)
+    return wide.clamp(-MAX_VALUE[format], MAX_VALUE[format]).to(DTYPES[format])
+
+
+def reference_amax(tensor: Tensor, granularity: Granularity) -> Tensor:
+    """Return the largest magnitudes of a matrix (M, K): (1,), or for `row` (M,); fp32."""
+    magnitudes = tensor.detach().abs()
+    if not tensor.numel():
+        return magnitudes.new_zeros(tensor.shape[0] if granularity == "row" else 1, dtype=torch.float32)
+    return (magnitudes.amax(1) if granularity == "row" else magnitudes.amax().view(1)).float()
+
+
+def reference_cast(
+    tensor: Tensor, amax: Tensor | None, format: Format, granularity: Granularity, margin: int, power_of_two: bool
+) -> tuple[Tensor, Tensor]:
+    """Return data and scale of `Quantized` of a matrix (M, K), whose amax is that of its granularity, if any."""
+    if granularity in ("tensor", "row"):
+        assert amax is not None
+        scale = scale_of(amax, format, margin, power_of_two)
+        scale = scale[:, None] if granularity == "row" else scale
+        return cast_to(tensor, scale, format).contiguous(), scale
+    rows, width = tensor.shape
+    height = TILE if granularity == "block" else 1
+    padded = F.pad(tensor, (0, -width % TILE, 0, -rows % height))
+    blocks = padded.reshape(padded.shape[0] // height, height, padded.shape[1] // TILE, TILE)
+    amax = blocks.abs().amax((1, 3)) if tensor.numel() else tensor.new_zeros(blocks.shape[0], blocks.shape[2])
+    scale = scale_of(amax, format, margin, power_of_two)
+    data = cast_to(blocks, scale[:, None, :, None], format).view(padded.shape)[:rows, :width].contiguous()
+    if granularity == "tile":
+        return data, scale.new_empty(scale.shape[1], scale.shape[0]).copy_(scale.t()).t()
+    return data, F.pad(scale, (0, -scale.shape[1] % 4))[:, : scale.shape[1]]
+
+
+def _slope(inputs: Tensor, activation: str) -> Tensor:
+    """Return the derivative of an activation."""
+    if activation in ("silu", "gelu_sigmoid"):
+        factor = 1.0 if activation == "silu" else 1.702
+        sigmoid = torch.sigmoid(factor * inputs)
+        return sigmoid * (1.0 + factor * inputs * (1.0 - sigmoid))
+    if activation in ("gelu", "gelu_tanh"):
+        approximate = "tanh" if activation == "gelu_tanh" else "none"
+        return torch.ops.aten.gelu_backward(torch.ones_like(inputs), inputs, approximate=approximate)
+    return (inputs > 0).to(inputs.dtype) if activation == "relu" else 2.0 * F.relu(inputs)
+
+
+def produce(producer: str, tensors: list[Tensor], activation: str) -> tuple[Tensor, Tensor]:
+    """Return what is cast (`Source`), in fp32 (fp64) for a gate, and for `gated_backward` also act(gate) * up."""
+    if producer == "none":
+        return tensors[0], tensors[0]
+    dtype = torch.promote_types(tensors[0].dtype, torch.float32)
+    gate, up = tensors[0].to(dtype).chunk(2, dim=1)
+    active = NONLINEARITIES[activation](gate)
+    if producer == "gated":
+        return active * up, active * up
+    outer = tensors[1].to(dtype)
+    return torch.cat((outer * up * _slope(gate, activation), outer * active), 1), active * up

@@ -1,0 +1,34 @@
+"""The fp8 kernels compile for sm_89, 90, 100 and 120 without a GPU, within their budgets."""
+
+import pytest
+from fork_server import ForkServer
+
+from stoker.kernels.launch import HAS_TRITON
+
+pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="Triton has no build for this platform")
+
+
+def assert_within_budget(rows: list[dict]) -> None:
+    from fp8_compile import SHARED_MEMORY
+
+    for row in rows:
+        assert row["shared"] <= SHARED_MEMORY[row["capability"]], row
+        assert row["local"] == 0, row
+        # three results of 128 x 128, of which one at a time is kept, take a few bytes more than 128 registers a thread
+        assert row["stack"] <= (32 if (row["producer"], row["granularity"]) == ("gated_backward", "tile") else 0), row
+        assert row["registers"] <= 208, row
+        assert row["narrow_stores"] == 0, row
+        assert row["kind"] == "amax" or row["wide_stores"] > 0, row
+        assert row["wide_loads"] > 0, row
+
+
+def test_a_few_kernels_compile_without_a_gpu(compilers: ForkServer) -> None:
+    rows = compilers.call("fp8_compile", "compiled", "few")
+    assert {row["kind"] for row in rows} == {"amax", "cast"}
+    assert_within_budget(rows)
+
+
+def test_every_kernel_compiles_within_its_budget(compilers: ForkServer) -> None:
+    rows = compilers.call("fp8_compile", "compiled", "all")
+    assert {row["capability"] for row in rows} == {89, 90, 100, 120}
+    assert_within_budget(rows)
