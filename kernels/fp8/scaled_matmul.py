@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .operands import Quantized, dequantize
-from .recipe import Granularity
+from .recipe import TILE, Granularity
 
 _torch_scaled_mm: Any = torch._scaled_mm  # pyright: ignore[reportPrivateImportUsage]
 
@@ -22,7 +22,7 @@ def _scaled_matmul(
     left, right = Quantized(a, a_scale, a_granularity), Quantized(b, b_scale, b_granularity)  # type: ignore[arg-type]
     if not (a.numel() and b.numel()):
         return a.new_zeros(a.shape[0], b.shape[0], dtype=out_dtype)
-    if a.is_cuda and out_dtype != torch.float64 and has_scaled_matmul(a.device, left.granularity):
+    if a.is_cuda and out_dtype != torch.float64 and _torch_multiplies(left, right):
         return _by_torch(left, right, out_dtype, fast_accumulation)
     return emulated_matmul(left, right, out_dtype)
 
@@ -45,6 +45,12 @@ def has_scaled_matmul(device: torch.device, granularity: Granularity) -> bool:
     """Return True if torch multiplies fp8 matrices on a CUDA device: sm_89 or later, tiles and blocks on sm_90 only."""
     capability = torch.cuda.get_device_capability(device)
     return capability[0] == 9 if granularity in ("tile", "block") else capability >= (8, 9)
+
+
+def _torch_multiplies(a: Quantized, b: Quantized) -> bool:
+    """Return True if torch multiplies these: cuBLAS reads scales of tiles in whole blocks and 16 bytes at a time."""
+    whole = b.data.shape[1] % TILE == 0 and a.data.shape[0] % 16 == 0
+    return has_scaled_matmul(a.data.device, a.granularity) and (whole or a.granularity in ("tensor", "row"))
 
 
 def _by_torch(a: Quantized, b: Quantized, out_dtype: torch.dtype, fast_accumulation: bool) -> Tensor:
