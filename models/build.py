@@ -19,6 +19,7 @@ from .assemble import Backends, LanguageModel, assemble
 from .bert import BERT
 from .config.batch_shape import BatchSpec
 from .config.families import FamilyKeys, FamilySlice, family_slice
+from .config.fp8 import check_fp8
 from .config.peft import PeftSlice, PromptSlice
 from .config.stack import StackSlice
 from .config.t5 import T5Slice
@@ -27,6 +28,7 @@ from .dispatch.attention_calls import CallContext, CallKind, choose_backends
 from .dispatch.attention_choices import PlannedAttention, plan_attentions
 from .dispatch.context_calls import ContextSplit
 from .expert_parallel import apply_expert_parallel
+from .fp8 import apply_fp8
 from .init import InitRules, initialize_, own_initializers
 from .memory.host_copies import CopyEngine, CudaCopyEngine, PinnedMemoryPool
 from .memory.offload_activations import ActivationOffload
@@ -144,6 +146,7 @@ def build_model(
                 apply_peft(model, get_stacks(model), described, peft)
         if expert_parallel is not None:
             apply_expert_parallel(model, expert_parallel)
+        apply_fp8(get_stacks(model), described.stacks, tensor_parallel, context_parallel)
         if pipeline_parallel is not None:
             apply_pipeline_parallel(model, get_stacks(model), pipeline_parallel)
         if relay is not None:
@@ -269,9 +272,13 @@ def plan_model(
         context_parallel: how ranks share the tokens of each sequence; None for one rank.
 
     Raises:
-        ValueError: `compile` is not supported, or the tokens cannot be shared so.
+        ValueError: `compile` or `fp8` is not supported, or the tokens cannot be shared so.
         NoBackendError: no attention backend supports a kind of call.
     """
+    if "training" in kinds:
+        for stack in model.stacks:
+            if stack.fp8 is not None:
+                check_fp8(stack.fp8, context["device"], context["capability"], context["dtype"])
     if isinstance(peft, PromptSlice):
         batch_spec = replace(batch_spec, seq_length=batch_spec.seq_length + peft.virtual_tokens)
     attentions = tuple(plan_attentions(model, batch_spec, context, context_parallel))

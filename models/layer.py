@@ -306,14 +306,15 @@ def _mlp_weights(stack: StackSlice, *, has_experts: bool, active: bool = False, 
     return mlp_weights(stack, stack.mlp.ffn_hidden_size)
 
 
-def layer_memory(inputs: StackInputs, *, is_moe: bool) -> LayerMemory:
-    """Return memory and matmuls of a layer with or without experts.
+def layer_memory(inputs: StackInputs, *, is_moe: bool, is_fp8: bool = False) -> LayerMemory:
+    """Return memory and matmuls of a layer with or without experts, whose linear layers multiply in fp8 if `is_fp8`.
 
     Eager and compiled layers differ. In eager mode autograd saves what each operation saves: an RMSNorm in 16 bits
     saves its input and the normalized input in fp32. Compiled, the partitioner saves the inputs of matmuls and
     attention, the operands of residual additions, and little else: pointwise results are recomputed. The tests compare
     both with what torch really saves.
     """
+    inputs = inputs.with_layer(is_fp8=is_fp8)
     stack, widths, moe = inputs.stack, inputs.widths, inputs.stack.moe if is_moe else None
     mlp = mlp_memory(inputs, stack.mlp.ffn_hidden_size) if moe is None else moe_memory(inputs, moe)
     mlp_part = _mlp_weights(stack, has_experts=is_moe, expert_ranks=inputs.mesh.expert)
@@ -322,10 +323,15 @@ def layer_memory(inputs: StackInputs, *, is_moe: bool) -> LayerMemory:
     attentions = (own,) if cross is None else (own, cross)
     mlp_saved, saved = [*mlp.saved], [*own.saved, *_stream_and_norms(inputs, moe), *(cross.saved if cross else ())]
     if widths.casts_weights:
-        norms = 2 * norm_parameters(stack.norm, stack.hidden_size)
-        saved.append(SavedTensors("weights", (weights.numel - mlp_part.numel - norms) * widths.compute))
-        mlp_saved.append(SavedTensors("weights", mlp_part.numel * widths.compute, "moe" if moe else None))
-    keeps_boundary = inputs.compiled or _norm_saves_stream(inputs) or stack.block == "post_ln"
+        norms, linear = 2 * norm_parameters(stack.norm, stack.hidden_size), _linear_elements(weights, inputs)
+        mlp_linear = _linear_elements(mlp_part, inputs)
+        other = weights.numel - mlp_part.numel - norms - (linear - mlp_linear)
+        saved.append(SavedTensors("weights", other * widths.compute))
+        mlp_saved.append(
+            SavedTensors("weights", (mlp_part.numel - mlp_linear) * widths.compute, "moe" if moe else None)
+        )
+    saves_linear_input = stack.block == "post_ln" and not inputs.saves_fp8
+    keeps_boundary = inputs.compiled or _norm_saves_stream(inputs) or saves_linear_input
     residual = inputs.residual_elements * widths.residual
     # gradients of the layer's output and of its input; compiled, the second overwrites the first
     mlp_base = residual * (1 if inputs.compiled else 2)
@@ -349,6 +355,13 @@ def layer_memory(inputs: StackInputs, *, is_moe: bool) -> LayerMemory:
             sum(each.recompute_inputs for each in attentions),
         ),
     )
+
+
+def _linear_elements(weights: Weights, inputs: StackInputs) -> int:
+    """Return the elements of the weights that are cast to fp8 only."""
+    if inputs.fp8 is None:
+        return 0
+    return sum(each.numel for each in weights.matrices if each.inputs != "expert rows" and each.name != "router")
 
 
 def _existing(saved: Iterable[SavedTensors]) -> tuple[SavedTensors, ...]:
@@ -379,7 +392,11 @@ def _stream_and_norms(inputs: StackInputs, moe: MoESlice | None) -> list[SavedTe
     projections += [inputs.saves_norm_output("mlp_fc1")] * (moe is None)
     normed = projections.count(True) - (stack.block == "post_ln")
     module: RecomputeModule | None = "norm" if stack.block != "post_ln" else None
-    saved = [SavedTensors("norm", normed * elements * e, module)]
+    if inputs.saves_fp8:  # casts, which the compiler does not repeat
+        casts = projections.count(True) * inputs.saved_norm_bytes
+        saved = [SavedTensors("norm", casts, None if inputs.compiled else module)]
+    else:
+        saved = [SavedTensors("norm", normed * elements * e, module)]
     # router and experts save one input; experts that gather rows save those rows instead
     if moe is not None and (not runs_eager_experts(inputs, moe) or moe.shared_ffn_hidden_size):
         saved.append(SavedTensors("norm", elements * e, module, "moe"))
@@ -389,7 +406,7 @@ def _stream_and_norms(inputs: StackInputs, moe: MoESlice | None) -> list[SavedTe
     if inputs.compiled and sequential:
         # the output of the first sublayer; the residual stream before each further one
         saved.append(SavedTensors("stream", elements * e + (branches - 2) * elements * s))
-        saved += [SavedTensors("stream", elements * s)] if stack.block == "post_ln" else []
+        saved += [SavedTensors("stream", elements * s)] if stack.block == "post_ln" and not inputs.saves_fp8 else []
     elif not inputs.compiled:
         streams = branches if stack.block == "post_ln" else (branches - 1) * sequential
         saved += [SavedTensors("stream", streams * elements * s)] if keeps_stream else []
@@ -407,6 +424,7 @@ def layer_traffic(
     inputs: StackInputs,
     *,
     is_moe: bool,
+    is_fp8: bool = False,
     recomputes: frozenset[RecomputeModule] = frozenset(),
     recomputed_layer: bool = False,
     ends_recompute: bool = False,
@@ -416,11 +434,12 @@ def layer_traffic(
     Args:
         inputs: inputs of the stack.
         is_moe: it has experts.
+        is_fp8: its linear layers multiply in fp8.
         recomputes: modules that the backward pass recomputes.
         recomputed_layer: it recomputes the whole layer.
         ends_recompute: it is the last of the layers that are recomputed together.
     """
-    moe = inputs.stack.moe if is_moe else None
+    inputs, moe = inputs.with_layer(is_fp8=is_fp8), inputs.stack.moe if is_moe else None
     mlp = mlp_traffic(inputs) if moe is None else moe_traffic(inputs, moe)
     attentions = attention_traffic(inputs), cross_attention_traffic(inputs)
     found = (*attentions[0], *attentions[1], *mlp)

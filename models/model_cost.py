@@ -49,9 +49,12 @@ def stack_part(stack: StackSlice, stages: Sequence[Stage]) -> StackSlice:
     num_layers, moe = sum(len(stage.layers) for stage in stages), stack.moe
     if moe is not None:
         moe = replace(moe, layers=tuple(moe.layers[number] for stage in stages for number in stage.layers))
+    fp8 = stack.fp8
+    if fp8 is not None:
+        fp8 = replace(fp8, layers=tuple(fp8.layers[number] for stage in stages for number in stage.layers))
     begins, ends = any(stage.begins for stage in stages), any(stage.ends for stage in stages)
     recompute = stack.recompute and replace(stack.recompute, layers=min(stack.recompute.layers, num_layers))
-    return replace(stack, num_layers=num_layers, moe=moe, recompute=recompute, begins=begins, ends=ends)
+    return replace(stack, num_layers=num_layers, moe=moe, recompute=recompute, begins=begins, ends=ends, fp8=fp8)
 
 
 def stage_slice(model: FamilySlice, stages: Sequence[Stage]) -> FamilySlice:

@@ -58,7 +58,7 @@ def bert_slice(keys: BertKeys, *, vocab_size: int) -> BertSlice:
     kind = keys.position_embedding_type
     positions = max(keys.encoder_seq_length, keys.max_position_embeddings or 0)
     return BertSlice(
-        stack=stack_slice(keys, causal=False, positions=positions),
+        stack=stack_slice(keys, keys, causal=False, positions=positions),
         learned_positions=positions if kind.startswith("learned_") else None,
         positions_by_document=kind == "learned_absolute",
         max_positions=max_sequence_length(keys),

@@ -46,7 +46,7 @@ def gpt_slice(keys: GPTKeys, *, vocab_size: int) -> GPTSlice:
     real_vocab, padded_vocab = resolve_vocab_sizes(keys, vocab_size)
     positions = max(keys.encoder_seq_length, keys.max_position_embeddings or 0)
     return GPTSlice(
-        stack=stack_slice(keys, causal=True, positions=positions),
+        stack=stack_slice(keys, keys, causal=True, positions=positions),
         seq_length=keys.encoder_seq_length,
         learned_positions=positions if keys.position_embedding_type.startswith("learned_") else None,
         max_positions=max_sequence_length(keys),

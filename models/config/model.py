@@ -8,7 +8,8 @@ from typing import Literal
 
 from pydantic import Field
 
-from .key_block import ConfigBlock, Finding, NonEmptyText, extension_field
+from .fp8 import Fp8Keys
+from .key_block import Finding, NonEmptyText, extension_field
 from .position_rules import window_masks_nothing, xpos_needs_causal_mask
 from .positions import BOUNDED_POSITION_TYPES, MAX_POSITIONS
 from .stack import StackKeys, StackSlice, stack_rules
@@ -17,7 +18,7 @@ Family = Literal["gpt", "t5", "bert"]
 FAMILIES: tuple[Family, ...] = ("gpt", "t5", "bert")
 
 
-class ModelKeys(ConfigBlock):
+class ModelKeys(Fp8Keys):
     """`model.*` in every family."""
 
     make_vocab_size_divisible_by: int = Field(128, ge=1)

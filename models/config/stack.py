@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from ...kernels.attention.backend_support import BACKENDS_BY_NAME
 from .dense_stack import AttentionSlice, MLPSlice, NormSlice, attention_slice, is_own_block, mlp_slice, norm_slice
+from .fp8 import Fp8Keys, Fp8Slice, fp8_slice
 from .key_block import Finding
 from .memory import (
     MemoryKeys,
@@ -46,6 +47,7 @@ class StackSlice:
         output_init_std: standard deviation of the initial output projections of attention and MLP.
         begins: the embeddings come before it; False for later pipeline stages of a stack.
         ends: the final norm, and in the last stack the head, come after it; False for earlier stages.
+        fp8: matmuls in fp8; None without.
     """
 
     num_layers: int
@@ -63,6 +65,7 @@ class StackSlice:
     offload: OffloadSlice | None
     begins: bool = True
     ends: bool = True
+    fp8: Fp8Slice | None = None
 
     @property
     def is_own_block(self) -> bool:
@@ -98,8 +101,8 @@ class StackSlice:
         )
 
 
-def stack_slice(keys: StackKeys, *, causal: bool, positions: int) -> StackSlice:
-    """Resolve a stack, of a T5 or not, for sequences of up to `positions` tokens."""
+def stack_slice(keys: StackKeys, fp8: Fp8Keys, *, causal: bool, positions: int) -> StackSlice:
+    """Resolve a stack, of a T5 or not, for sequences of up to `positions` tokens, with the model's `fp8` keys."""
     scaled = keys.init_method_std / math.sqrt(2 * keys.num_layers)
     moe = moe_slice(keys)
     return StackSlice(
@@ -120,6 +123,7 @@ def stack_slice(keys: StackKeys, *, causal: bool, positions: int) -> StackSlice:
         output_init_std=scaled if keys.use_scaled_init_method else keys.init_method_std,
         recompute=recompute_slice(keys, with_experts=moe.layers if moe else ()),
         offload=offload_slice(keys),
+        fp8=fp8_slice(fp8, keys.num_layers),
     )
 
 

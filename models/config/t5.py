@@ -133,7 +133,7 @@ def _stack(keys: T5Keys, stack: StackKeys, *, causal: bool, length: int) -> T5St
     positions = max(length, keys.max_position_embeddings or 0)
     dropout = keys.embedding_dropout
     return T5StackSlice(
-        stack=stack_slice(stack, causal=causal, positions=positions),
+        stack=stack_slice(stack, keys, causal=causal, positions=positions),
         learned_positions=positions if kind.startswith("learned_") else None,
         positions_by_document=kind == "learned_absolute",
         max_positions=positions if kind in BOUNDED_POSITION_TYPES else None,

@@ -9,16 +9,19 @@ pass (`SavedTensors`, for each recompute module); a part split over ranks also w
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from ...kernels.attention.dispatch import BackendSelection
+from ...kernels.fp8.recipe import TILE, Fp8Recipe
 from ..config.dense_stack import AttentionSlice
+from ..config.fp8 import MULTIPLE
 from ..config.memory import RecomputeModule
 from ..config.peft import Projection
 from ..config.stack import StackSlice
 from ..dispatch.context_calls import ContextSplit
 from ..parallel.layout import ONE_RANK, ParallelLayout
+from ..parallel.traffic import Collective
 
 MatrixInputs = Literal["tokens", "encoder tokens", "expert rows"]
 
@@ -119,6 +122,9 @@ class StackInputs:
         mesh: ranks that the model and its samples are split over.
         context_split: how context-parallel ranks share attention; None for one rank.
         shared_heads: tensor-parallel ranks that have the same key and value heads.
+        frozen_matrices: LoRA updates are trained, not the matrices.
+        fp8: recipe of the linear layers of the layer at hand; None if they multiply in the compute dtype.
+        keeps_fp8_casts: the fp8 casts of weights are made before, for several passes.
     """
 
     name: str
@@ -140,6 +146,58 @@ class StackInputs:
     mesh: ParallelLayout = ONE_RANK
     context_split: ContextSplit | None = None
     shared_heads: int = 1
+    frozen_matrices: bool = False
+    fp8: Fp8Recipe | None = None
+    keeps_fp8_casts: bool = False
+
+    @property
+    def saves_fp8(self) -> bool:
+        """True if linear layers save an fp8 cast of their input, not their input."""
+        return self.fp8 is not None and self.fp8.wgrad and not self.frozen_matrices
+
+    @property
+    def gathers_fp8(self) -> bool:
+        """True if column-parallel layers save and gather the rank's tokens in fp8."""
+        return self.saves_fp8 and self.fp8 is not None and self.fp8.scaling == "tensorwise"
+
+    def with_layer(self, *, is_fp8: bool) -> StackInputs:
+        """Return the inputs of a layer, whose linear layers multiply in fp8 or not."""
+        fp8 = self.stack.fp8
+        return replace(self, fp8=fp8.recipe if is_fp8 and fp8 is not None else None)
+
+    def amax_traffic(self) -> tuple[Collective, ...]:
+        """Return the traffic of the amaxes of a linear layer in fp8: of input, weight, and the output's gradient."""
+        if self.fp8 is None or self.fp8.scaling != "tensorwise" or self.stack.fp8 is None:
+            return ()
+        if not self.stack.fp8.reduce_amax:
+            return ()
+        found: list[Collective] = []
+        if self.mesh.context > 1:
+            found += [Collective("context", "all-reduce", 4, during) for during in ("forward", "backward")]
+        if self.mesh.tensor > 1:
+            number = 1 if self.keeps_fp8_casts else 2
+            found.append(Collective("tensor", "all-reduce", 4 * number, "forward", number=number))
+            found.append(Collective("tensor", "all-reduce", 4, "backward"))
+        return tuple(found)
+
+    @property
+    def gathered_bytes(self) -> int:
+        """Bytes of the input of a column-parallel layer of all tensor-parallel ranks as it is gathered."""
+        return self.outer_elements * (1 if self.gathers_fp8 else self.widths.compute)
+
+    def saved_input_bytes(self, rows: int, width: int, *, gathers: bool = False) -> int:
+        """Return the bytes that a trained linear layer saves of its input (rows, width).
+
+        `gathers` says that other ranks have other tokens of it.
+        """
+        if self.fp8 is None or not self.saves_fp8 or (gathers and not self.gathers_fp8):
+            return rows * width * self.widths.compute
+        if gathers:
+            return rows * width
+        tile = TILE if self.fp8.scaling == "blockwise" else MULTIPLE
+        padded = -(-rows // tile) * tile
+        scales = {"tensorwise": 1, "rowwise": width, "blockwise": width * padded // TILE}[self.fp8.scaling]
+        return padded * width + 4 * scales
 
     @property
     def tokens(self) -> int:
@@ -186,6 +244,12 @@ class StackInputs:
     def encoder_tokens(self) -> int:
         """Tokens of the rank per micro batch that cross-attention reads."""
         return self.batch * self.encoder_length // self.mesh.context
+
+    @property
+    def saved_norm_bytes(self) -> int:
+        """Bytes that a projection after a norm saves of the norm's output."""
+        gathers = self.residual_tokens < self.tokens
+        return self.saved_input_bytes(self.residual_tokens, self.stack.hidden_size, gathers=gathers)
 
     def saves_norm_output(self, projection: Projection) -> bool:
         """Return True if this projection after a norm saves the norm's output."""
@@ -282,8 +346,9 @@ class LayerMemory:
     @property
     def mlp_input_bytes(self) -> int:
         """Bytes of the normalized input of the MLP."""
-        saved = self.has_experts or self.inputs.saves_norm_output("mlp_fc1")
-        return self.inputs.residual_elements * self.inputs.widths.compute if saved else 0
+        if not self.has_experts and self.inputs.saves_norm_output("mlp_fc1"):
+            return self.inputs.saved_norm_bytes
+        return self.inputs.residual_elements * self.inputs.widths.compute if self.has_experts else 0
 
     @property
     def matmul_rows(self) -> dict[MatrixInputs, int]:
@@ -300,6 +365,14 @@ class LayerMemory:
     def matmul_flops(self) -> float:
         """FLOPs of the matmuls of its forward pass, without the cores of attentions."""
         return self.weights.forward_flops(self.matmul_rows)
+
+    @property
+    def fp8_flops(self) -> float:
+        """Those of linear layers that multiply in fp8, without experts and their router."""
+        if self.inputs.fp8 is None:
+            return 0.0
+        linear = (each for each in self.weights.matrices if each.inputs != "expert rows" and each.name != "router")
+        return Weights(tuple(linear)).forward_flops(self.matmul_rows)
 
     @property
     def mlp_flops(self) -> float:

@@ -16,7 +16,7 @@ from ..parallel.linear import column_traffic, row_traffic
 from ..parallel.traffic import Collective
 from .attention import Attention, AttentionArguments
 from .context import LayerContext
-from .cost import Matrix, PartMemory, StackInputs, Weights
+from .cost import Matrix, PartMemory, SavedTensors, StackInputs, Weights
 from .dropout import CROSS_ATTENTION_WEIGHTS, LORA_CROSS_KV, LORA_CROSS_OUTPUT, LORA_CROSS_QUERY, DropoutMask
 from .fused_linear import linear_add_residual, norm_linear
 from .norm import LayerNorm, RMSNorm
@@ -133,7 +133,8 @@ def cross_attention_traffic(inputs: StackInputs) -> tuple[Collective, ...]:
     attention, mesh, compute = inputs.cross, inputs.mesh, inputs.widths.compute
     if attention is None:
         return ()
-    exchanged = context_traffic(attention, inputs, inputs.encoder_tokens)
+    amaxes = inputs.amax_traffic() * 3
+    exchanged = (*amaxes, *context_traffic(attention, inputs, inputs.encoder_tokens))
     if mesh.tensor == 1:
         return exchanged
     whole, encoder = (
@@ -141,7 +142,7 @@ def cross_attention_traffic(inputs: StackInputs) -> tuple[Collective, ...]:
     )
     trained = "attention_qkv" in inputs.trained_projections
     return (
-        *column_traffic(whole, mesh, gathers=mesh.sequence, trained=trained),
+        *column_traffic(whole, mesh, gathers=mesh.sequence, trained=trained, gathered_bytes=inputs.gathered_bytes),
         *column_traffic(encoder, mesh, gathers=False, trained=trained, shared=shared_head_bytes(attention, inputs)),
         *exchanged,
         *row_traffic(whole, mesh),
@@ -154,4 +155,9 @@ def cross_attention_memory(inputs: StackInputs) -> PartMemory | None:
     if attention is None or decision is None:
         return None
     rows = inputs.tokens * attention.heads, inputs.encoder_tokens * attention.groups
-    return attention_memory(attention, inputs, decision, rows, has_rotary=False)
+    memory = attention_memory(attention, inputs, decision, rows, has_rotary=False)
+    if not inputs.saves_fp8:
+        return memory
+    # the cast of the encoder's output, which is saved once otherwise
+    cast = SavedTensors("attention", inputs.saved_input_bytes(inputs.encoder_tokens, inputs.stack.hidden_size))
+    return replace(memory, saved=(*memory.saved, cast))

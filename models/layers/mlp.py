@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
+import torch
 from torch import Tensor, nn
 
 from ...kernels.activations import (
@@ -14,6 +15,7 @@ from ...kernels.activations import (
     SAVES_ONLY_OUTPUT,
     add_activation,
 )
+from ...kernels.fp8.gated_mlp import can_fuse_gated_mlp, fp8_gated_mlp
 from ...kernels.gated_activation import gated_activation
 from ...kernels.gated_down_projection import gated_projection
 from ...kernels.launch import triton_runs_on
@@ -21,10 +23,12 @@ from ..config.dense_stack import OWN_ACTIVATION, MLPSlice
 from ..config.extensions import ExtensionError, load_extension
 from ..config.stack import StackSlice
 from ..memory.recompute import RecomputableModule, run_with_recomputed_input
+from ..parallel.fp8 import Fp8Product
 from ..parallel.linear import column_traffic, row_traffic
 from ..parallel.traffic import Collective
 from .cost import Matrix, PartMemory, SavedTensors, StackInputs, Weights
 from .dropout import ACTIVATION, LORA_DOWN, LORA_UP, DropoutMask, LayerDropout, require_dropout
+from .fp8_linear import Fp8Linear
 from .fused_linear import linear_add_residual, norm_linear
 from .norm import LayerNorm, RMSNorm, build_norm, norm_saved_bytes, norm_saves_input
 
@@ -89,6 +93,13 @@ class MLP(RecomputableModule):
             up_mask = dropout.of_stream(LORA_UP)
             inner_mask = dropout.of_channels(ACTIVATION, self.first_channel)
             down_mask = dropout.of_channels(LORA_DOWN, self.first_channel)
+        if self._is_fp8_function(norm):
+            output = (
+                self._fp8_function(hidden)
+                if norm is None
+                else run_with_recomputed_input(norm, self._fp8_function, hidden)
+            )
+            return output if residual is None else residual + output
         if norm is None:
             projected = linear_add_residual(None, self.up, hidden, up_mask)
         else:
@@ -105,6 +116,31 @@ class MLP(RecomputableModule):
                 inner, partial(linear_add_residual, None, self.down, dropout=down_mask), projected
             )
         return output if residual is None else residual + output
+
+    def _is_fp8_function(self, norm: LayerNorm | RMSNorm | None) -> bool:
+        """Return True if all of the MLP is one function in fp8; not if an eager layer would repeat it for the norm."""
+        up, down = self.up, self.down
+        if not self.training or type(up) is not Fp8Linear or type(down) is not Fp8Linear:
+            return False
+        if up.fp8 is None or down.fp8 is None or not (norm is None or torch.compiler.is_compiling()):
+            return False
+        plain = up.bias is None and self.inner_norm is None and not self.dropout and down.weight.requires_grad
+        return plain and self.gated and can_fuse_gated_mlp(up.fp8.recipe, down.in_features, self.nonlinearity)
+
+    def _fp8_function(self, hidden: Tensor) -> Tensor:
+        up, down = self.up.fp8, self.down.fp8
+        assert isinstance(up, Fp8Product)
+        assert isinstance(down, Fp8Product)
+        return fp8_gated_mlp(
+            hidden,
+            self.up.weight,
+            self.down.weight,
+            self.nonlinearity,
+            up.recipe,
+            up_cast=up.cast,
+            down_cast=down.cast,
+            reduce=up.reduce,
+        )
 
     def _inner(self, projected: Tensor, dropout: DropoutMask | None = None) -> Tensor:
         """Apply everything between the projections: nonlinearity, norm, dropout."""
@@ -175,11 +211,26 @@ def saves_only_output(mlp: MLPSlice) -> bool:
 def mlp_traffic(inputs: StackInputs) -> tuple[Collective, ...]:
     """Return the traffic of a dense MLP."""
     mesh, whole = inputs.mesh, inputs.outer_elements * inputs.widths.compute
+    amaxes = inputs.amax_traffic() * 2
     if mesh.tensor == 1:
-        return ()
+        return amaxes
     trained = "mlp_fc1" in inputs.trained_projections
-    up = column_traffic(whole, mesh, gathers=mesh.sequence, trained=trained)
-    return (*up, *row_traffic(whole, mesh))
+    gathered = inputs.gathered_bytes
+    up = column_traffic(whole, mesh, gathers=mesh.sequence, trained=trained, gathered_bytes=gathered)
+    return (*amaxes, *up, *row_traffic(whole, mesh))
+
+
+def is_fp8_function(inputs: StackInputs, width: int) -> bool:
+    """Return True if an MLP of `width` is one function in fp8, which saves only the output of fc1 between its
+    projections.
+    """
+    mlp, stack = inputs.stack.mlp, inputs.stack
+    if inputs.fp8 is None or inputs.frozen_matrices or inputs.mesh.tensor > 1 or not mlp.gated:
+        return False
+    modules = frozenset[str]() if stack.recompute is None else stack.recompute.modules
+    repeats_norm = not inputs.compiled and "norm" in modules
+    plain = not (mlp.bias or mlp.dropout or stack.block == "normformer" or repeats_norm)
+    return plain and can_fuse_gated_mlp(inputs.fp8, width, mlp.nonlinearity)
 
 
 def mlp_memory(inputs: StackInputs, width: int) -> PartMemory:
@@ -190,6 +241,8 @@ def mlp_memory(inputs: StackInputs, width: int) -> PartMemory:
     if inputs.fused_lora_mlp:  # working: gradients of the input of fc2 and of the outputs of fc1
         saved = (SavedTensors("mlp", ups * elements * e),)
         return PartMemory(saved, (1 + ups) * elements * e, recompute_inputs=recompute_inputs)
+    if is_fp8_function(inputs, width):  # working: the gradient of the input of fc2; those of the outputs of fc1 in fp8
+        return PartMemory((SavedTensors("mlp", ups * elements * e),), (e + 2 * ups) * elements)
     norm, residual = inputs.stack.norm, inputs.widths.residual
     has_norm, norm_keeps = inputs.stack.block == "normformer", norm_saves_input(norm, residual)
     trains_down = "mlp_fc2" in inputs.trained_projections
@@ -201,10 +254,11 @@ def mlp_memory(inputs: StackInputs, width: int) -> PartMemory:
     elif inputs.compiled:  # a sign mask; not needed if a norm saves the result itself
         kept.append(SavedTensors("activation", 0 if has_norm else elements, "mlp_activation"))
     else:  # the result, unless the next operation saves it too
-        next_saves_it = norm_keeps if has_norm else trains_down and not mlp.dropout
+        next_saves_it = norm_keeps if has_norm else trains_down and not mlp.dropout and not inputs.saves_fp8
         kept.append(SavedTensors("activation", 0 if next_saves_it else elements * e, "mlp_activation"))
-    if trains_down:
-        kept.append(SavedTensors("activation", elements * e, "mlp_activation"))
+    if trains_down:  # the compiler does not repeat a cast
+        again = None if inputs.compiled and inputs.saves_fp8 else "mlp_activation"
+        kept.append(SavedTensors("activation", inputs.saved_input_bytes(inputs.tokens, width), again))
     if has_norm:
         inner = elements * e if inputs.compiled or norm_keeps else 0
         if not inputs.compiled:

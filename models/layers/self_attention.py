@@ -180,17 +180,20 @@ def attention_weights(attention: AttentionSlice, stack: StackSlice) -> Weights:
 def attention_traffic(inputs: StackInputs) -> tuple[Collective, ...]:
     """Return the traffic of self-attention."""
     attention, mesh = inputs.stack.attention, inputs.mesh
+    amaxes = inputs.amax_traffic() * 2
     if mesh.tensor == 1:
-        return context_traffic(attention, inputs, inputs.tokens)
+        return (*amaxes, *context_traffic(attention, inputs, inputs.tokens))
     whole = inputs.outer_elements * inputs.widths.compute
     trained = "attention_qkv" in inputs.trained_projections
     return (
+        *amaxes,
         *column_traffic(
             whole,
             mesh,
             gathers=mesh.sequence,
             trained=trained,
             shared=shared_head_bytes(attention, inputs),
+            gathered_bytes=inputs.gathered_bytes,
         ),
         *context_traffic(attention, inputs, inputs.tokens),
         *row_traffic(whole, mesh),
@@ -292,10 +295,21 @@ def attention_memory(
         SavedTensors("attention", 2 * k_bytes * _gathered_key_ranks(inputs)),
         SavedTensors("attention", core.log_sum_exp),
         SavedTensors("scores", core.scores, "core_attention" if decision.saves_scores else None),
-        *[SavedTensors("attention", q_bytes)] * (2 if attention.head_scale else 1),
+        *_output_inputs(attention, inputs, q_bytes, attention_saves_it=not decision.saves_scores),
     ]
     working = 2 * q_bytes + 2 * k_bytes + q_bytes + core.working + _exchanged_bytes(inputs, q_bytes, k_bytes)
     return PartMemory(tuple(each for each in saved if each.num_bytes), working, working - freed, recompute_inputs)
+
+
+def _output_inputs(
+    attention: AttentionSlice, inputs: StackInputs, q_bytes: int, *, attention_saves_it: bool
+) -> list[SavedTensors]:
+    """Return what is saved of the output of the core and of the input of the output projection, often the same."""
+    if not inputs.saves_fp8:
+        return [SavedTensors("attention", q_bytes)] * (2 if attention.head_scale else 1)
+    cast = inputs.saved_input_bytes(inputs.tokens, attention.heads * attention.head_dim)
+    needed = attention_saves_it or attention.head_scale
+    return [SavedTensors("attention", cast), *[SavedTensors("attention", q_bytes)] * needed]
 
 
 def _gathered_key_ranks(inputs: StackInputs) -> int:

@@ -266,6 +266,8 @@ def moe_memory(inputs: StackInputs, moe: MoESlice) -> PartMemory:
     working, recompute_inputs = max(activation_gradients, weight_gradients), 0
     if moe.shared_ffn_hidden_size:
         shared = mlp_memory(inputs, moe.shared_ffn_hidden_size)
+        if inputs.saves_fp8:  # the cast of its input, beside that of router and experts
+            kept.append(SavedTensors("mlp", inputs.saved_norm_bytes, "moe"))
         kept += [each._replace(module=each.module or "moe", alternative_module="moe") for each in shared.saved]
         recompute_inputs = shared.recompute_inputs
     return PartMemory(tuple(kept), working, recompute_inputs=recompute_inputs)

@@ -79,19 +79,19 @@ def _wait(tensor: Tensor) -> Tensor:
     return _ops.wait_tensor(tensor)
 
 
-def _gather(tokens: Tensor, size: int, group: str) -> Tensor:
+def gather_tokens(tokens: Tensor, size: int, group: str) -> Tensor:
     """Start an all-gather of (1, tokens, channels) along the tokens."""
     return _ops.all_gather_into_tensor(tokens[0].contiguous(), size, group)
 
 
-def _gather_again(tokens: Tensor, gradient: Tensor, size: int, group: str) -> Tensor:
+def gather_again(tokens: Tensor, gradient: Tensor, size: int, group: str) -> Tensor:
     """Start an all-gather of a backward pass that repeats one of the forward pass.
 
     The compiler would merge the two and save what is gathered; one that depends on the gradient stays where it is.
     """
     if torch.compiler.is_compiling():
         return _gather_in_backward(tokens[0].contiguous(), gradient, size, group)
-    return _gather(tokens, size, group)
+    return gather_tokens(tokens, size, group)
 
 
 @torch.library.custom_op("stoker::all_gather_in_backward", mutates_args=())
@@ -104,7 +104,7 @@ def _(tokens: Tensor, gradient: Tensor, size: int, group: str) -> Tensor:
     return tokens.new_empty((size * tokens.shape[0], *tokens.shape[1:]))
 
 
-def _scatter(tokens: Tensor, size: int, group: str) -> Tensor:
+def scatter_tokens(tokens: Tensor, size: int, group: str) -> Tensor:
     """Start a reduce-scatter of (..., channels) along the flattened tokens."""
     return _ops.reduce_scatter_tensor(tokens.flatten(0, -2).contiguous(), "sum", size, group)
 
@@ -134,11 +134,11 @@ class _ReduceScatterTokens(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, partial: Tensor, size: int, group: str) -> Tensor:
         ctx.shape, ctx.size, ctx.group = partial.shape, size, group
-        return _wait(_scatter(partial, size, group))[None]
+        return _wait(scatter_tokens(partial, size, group))[None]
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return _wait(_gather(gradient, ctx.size, ctx.group)).view(ctx.shape), None, None
+        return _wait(gather_tokens(gradient, ctx.size, ctx.group)).view(ctx.shape), None, None
 
 
 class _ShardTokens(torch.autograd.Function):
@@ -149,14 +149,14 @@ class _ShardTokens(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return _wait(_gather(gradient, ctx.size, ctx.group)).view(ctx.shape), None, None, None
+        return _wait(gather_tokens(gradient, ctx.size, ctx.group)).view(ctx.shape), None, None, None
 
 
 class _UnshardTokens(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, rank: int, size: int, group: str) -> Tensor:
         ctx.rank, ctx.size = rank, size
-        return _wait(_gather(tokens, size, group))[None]
+        return _wait(gather_tokens(tokens, size, group))[None]
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -187,34 +187,34 @@ class _ColumnLinear(torch.autograd.Function):
         if gathers and overlap:
             _, output = gather_and_multiply(hidden[0], weight.t(), group)
             return output[None] if bias is None else output[None] + bias
-        whole = _wait(_gather(hidden, size, group))[None] if gathers else hidden
+        whole = _wait(gather_tokens(hidden, size, group))[None] if gathers else hidden
         return F.linear(whole, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         hidden, weight = ctx.saved_tensors
         needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        whole = _gather_again(hidden, gradient, ctx.size, ctx.group) if ctx.gathers and needs_weight else None
+        whole = gather_again(hidden, gradient, ctx.size, ctx.group) if ctx.gathers and needs_weight else None
         hidden_gradient = weight_gradient = bias_gradient = None
         if needs_input:
             partial = gradient @ weight
             if ctx.gathers:
-                hidden_gradient = _scatter(partial, ctx.size, ctx.group)
+                hidden_gradient = scatter_tokens(partial, ctx.size, ctx.group)
             else:
                 hidden_gradient = _ops.all_reduce(partial, "sum", ctx.group)
         if needs_weight:
             inputs = hidden.flatten(0, -2) if whole is None else _wait(whole)
             weight_gradient = gradient.flatten(0, -2).t() @ inputs
-            weight_gradient = _sum_shared_rows(weight_gradient, ctx.shared, ctx.rank, ctx.size, ctx.group)
+            weight_gradient = sum_rows(weight_gradient, ctx.shared, ctx.rank, ctx.size, ctx.group)
         if needs_bias:
             bias_gradient = gradient.flatten(0, -2).sum(dim=0)
-            bias_gradient = _sum_shared_rows(bias_gradient, ctx.shared, ctx.rank, ctx.size, ctx.group)
+            bias_gradient = sum_rows(bias_gradient, ctx.shared, ctx.rank, ctx.size, ctx.group)
         if hidden_gradient is not None:
             hidden_gradient = _wait(hidden_gradient).view(hidden.shape)
         return hidden_gradient, weight_gradient, bias_gradient, *(None,) * 6
 
 
-def _sum_shared_rows(gradient: Tensor, shared: Sequence[SharedRows], rank: int, size: int, group: str) -> Tensor:
+def sum_rows(gradient: Tensor, shared: Sequence[SharedRows], rank: int, size: int, group: str) -> Tensor:
     """Sum the rows that several ranks share: each writes its own into its place among all, and these are summed."""
     for start, count, copies in shared:
         rows = gradient[start : start + count]
@@ -233,7 +233,7 @@ class _SumSharedGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return _sum_shared_rows(gradient, ctx.shared, ctx.rank, ctx.size, ctx.group), None, None, None, None
+        return sum_rows(gradient, ctx.shared, ctx.rank, ctx.size, ctx.group), None, None, None, None
 
 
 def sum_shared_gradient(vector: Tensor, shared: Sequence[SharedRows], ranks: TensorParallel) -> Tensor:
@@ -295,7 +295,7 @@ def column_linear(
     Returns:
         (batch, tokens, out / ranks), with `gathers` (1, batch * tokens, out / ranks).
     """
-    tensors = _autocast(hidden, weight, bias)
+    tensors = autocast(hidden, weight, bias)
     place = ranks.rank, ranks.size, ranks.group
     return _ColumnLinear.apply(*tensors, *place, gathers, ranks.overlap_gather, shared)  # pyright: ignore[reportReturnType]
 
@@ -311,7 +311,7 @@ class _OverlappedRowLinear(torch.autograd.Function):
         ctx.size, ctx.group, ctx.overlap_gather = size, group, overlap_gather
         if overlap_scatter:
             return multiply_and_scatter(hidden.flatten(0, -2), weight.t(), group)[None]
-        return _wait(_scatter(F.linear(hidden, weight), size, group))[None]
+        return _wait(scatter_tokens(F.linear(hidden, weight), size, group))[None]
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -319,7 +319,7 @@ class _OverlappedRowLinear(torch.autograd.Function):
         if ctx.overlap_gather:
             whole, hidden_gradient = gather_and_multiply(gradient[0], weight, ctx.group)
         else:
-            whole = _wait(_gather(gradient, ctx.size, ctx.group))
+            whole = _wait(gather_tokens(gradient, ctx.size, ctx.group))
             hidden_gradient = whole @ weight
         weight_gradient = whole.t() @ hidden.flatten(0, -2) if ctx.needs_input_grad[1] else None
         return hidden_gradient.view(hidden.shape), weight_gradient, *(None,) * 4
@@ -337,7 +337,7 @@ def row_linear(hidden: Tensor, weight: Tensor, ranks: TensorParallel) -> Tensor:
         (batch, tokens, out), or the rank's share of the tokens where the residual stream is sharded.
     """
     if ranks.shards_tokens and (ranks.overlap_gather or ranks.overlap_scatter):
-        tensors = _autocast(hidden, weight)
+        tensors = autocast(hidden, weight)
         overlap = ranks.overlap_gather, ranks.overlap_scatter
         return _OverlappedRowLinear.apply(*tensors, ranks.size, ranks.group, *overlap)  # pyright: ignore[reportReturnType]
     return sum_partial(F.linear(hidden, weight), ranks)
@@ -348,7 +348,7 @@ def sum_partial(partial: Tensor, ranks: TensorParallel) -> Tensor:
     return (reduce_scatter_tokens if ranks.shards_tokens else reduce_partial)(partial, ranks)
 
 
-def _autocast(hidden: Tensor, *others: Tensor | None) -> list[Tensor | None]:
+def autocast(hidden: Tensor, *others: Tensor | None) -> list[Tensor | None]:
     """Cast tensors as autocast would, which does not reach into a function."""
     kind = hidden.device.type
     if not torch.is_autocast_enabled(kind):
@@ -379,7 +379,7 @@ class _LoRAColumnLinear(torch.autograd.Function):
         gathers: bool,
         shared: Sequence[SharedRows],
     ) -> Tensor:
-        whole = _wait(_gather(hidden, size, group)) if gathers else hidden.flatten(0, -2).contiguous()
+        whole = _wait(gather_tokens(hidden, size, group)) if gathers else hidden.flatten(0, -2).contiguous()
         output, low = fused_lora_linear(whole, None, None, None, weight, bias, lora_a, lora_b, scale, list(parts))
         ctx.save_for_backward(hidden, weight, lora_a, lora_b, low)
         ctx.scale, ctx.parts, ctx.shared = scale, parts, shared
@@ -391,7 +391,7 @@ class _LoRAColumnLinear(torch.autograd.Function):
         hidden, weight, lora_a, lora_b, low = ctx.saved_tensors
         whole = hidden.flatten(0, -2)
         if ctx.gathers:
-            whole = _wait(_gather_again(hidden, gradient, ctx.size, ctx.group))
+            whole = _wait(gather_again(hidden, gradient, ctx.size, ctx.group))
         gradient = gradient.flatten(0, -2).contiguous()
         needs_input = ctx.needs_input_grad[0]
         partial, a_gradient, b_gradient = fused_lora_linear_backward(
@@ -399,10 +399,10 @@ class _LoRAColumnLinear(torch.autograd.Function):
         )
         hidden_gradient = None
         if needs_input and ctx.gathers:
-            hidden_gradient = _wait(_scatter(partial, ctx.size, ctx.group)).view(hidden.shape)
+            hidden_gradient = _wait(scatter_tokens(partial, ctx.size, ctx.group)).view(hidden.shape)
         elif needs_input:
             hidden_gradient = _wait(_ops.all_reduce(partial, "sum", ctx.group)).view(hidden.shape)
-        b_gradient = _sum_shared_rows(b_gradient, ctx.shared, ctx.rank, ctx.size, ctx.group)
+        b_gradient = sum_rows(b_gradient, ctx.shared, ctx.rank, ctx.size, ctx.group)
         return hidden_gradient, None, None, a_gradient, b_gradient, *(None,) * 7
 
 
@@ -431,6 +431,6 @@ def lora_column_linear(
     Returns:
         As `column_linear`.
     """
-    tensors = _autocast(hidden, weight, bias, lora_a, lora_b)
+    tensors = autocast(hidden, weight, bias, lora_a, lora_b)
     place = ranks.rank, ranks.size, ranks.group
     return _LoRAColumnLinear.apply(*tensors, scale, tuple(parts), *place, gathers, shared)  # pyright: ignore[reportReturnType]

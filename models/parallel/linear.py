@@ -10,7 +10,8 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .collectives import SharedRows, TensorParallel, column_linear, reduce_partial, row_linear
+from .collectives import SharedRows, TensorParallel, column_linear, reduce_partial, row_linear, sum_partial
+from .fp8 import Fp8Product, fp8_column_linear
 from .layout import ParallelLayout
 from .partition import Partition, RankPart, even_partition, set_partitions
 from .traffic import Collective
@@ -24,7 +25,12 @@ class ColumnParallelLinear(nn.Linear):
         ranks: the tensor-parallel ranks.
         rows: how the ranks split the rows of the weight.
         gathers: the input is sharded over tokens where the residual stream is; False for an input that all ranks have.
+
+    Attributes:
+        fp8: how it multiplies in training; None: in the dtype of its inputs.
     """
+
+    fp8: Fp8Product | None = None
 
     def __init__(self, linear: nn.Linear, ranks: TensorParallel, rows: Partition, *, gathers: bool = True) -> None:
         super().__init__(
@@ -39,6 +45,9 @@ class ColumnParallelLinear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         """Map (batch, tokens, in), or the rank's share of the tokens, to (batch, tokens, out / ranks)."""
         gathers = self.gathers and self.ranks.shards_tokens
+        if self.fp8 is not None and self.training:
+            matrices = input, self.weight, self.bias, self.fp8
+            return fp8_column_linear(*matrices, self.ranks, gathers=gathers, shared=self.shared_rows)
         return column_linear(input, self.weight, self.bias, self.ranks, gathers=gathers, shared=self.shared_rows)
 
 
@@ -59,7 +68,12 @@ class RowParallelLinear(nn.Linear):
     Args:
         linear: layer of this rank's shape.
         ranks: the tensor-parallel ranks.
+
+    Attributes:
+        fp8: how it multiplies in training; None: in the dtype of its inputs.
     """
+
+    fp8: Fp8Product | None = None
 
     def __init__(self, linear: nn.Linear, ranks: TensorParallel) -> None:
         super().__init__(
@@ -71,6 +85,8 @@ class RowParallelLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Map (batch, tokens, in / ranks) to (batch, tokens, out), or to the rank's share of the tokens."""
+        if self.fp8 is not None and self.training:
+            return self.add_bias(sum_partial(self.fp8.linear(input, self.weight, None), self.ranks))
         return self.add_bias(row_linear(input, self.weight, self.ranks))
 
     def add_bias(self, output: Tensor) -> Tensor:
@@ -113,7 +129,13 @@ def gather_vocabulary(logits: Tensor, ranks: TensorParallel) -> Tensor:
 
 
 def column_traffic(
-    num_bytes: int, mesh: ParallelLayout, *, gathers: bool, trained: bool = True, shared: tuple[int, ...] = ()
+    num_bytes: int,
+    mesh: ParallelLayout,
+    *,
+    gathers: bool,
+    trained: bool = True,
+    shared: tuple[int, ...] = (),
+    gathered_bytes: int | None = None,
 ) -> tuple[Collective, ...]:
     """Return the traffic of a column-parallel linear layer.
 
@@ -123,11 +145,13 @@ def column_traffic(
         gathers: the ranks share its tokens.
         trained: the weight has a gradient.
         shared: bytes of each section of the weight, or of the bias, of which several ranks have the same part.
+        gathered_bytes: of its input of all ranks as it is gathered, in fp8; None: `num_bytes`.
     """
     sums = tuple(Collective("tensor", "all-reduce", size, "backward") for size in shared if trained)
     if not gathers:
         return (Collective("tensor", "all-reduce", num_bytes, "backward", overlaps=trained), *sums)
-    gathered = Collective("tensor", "all-gather", num_bytes, "forward", overlaps=mesh.overlap_gather)
+    size = num_bytes if gathered_bytes is None else gathered_bytes
+    gathered = Collective("tensor", "all-gather", size, "forward", overlaps=mesh.overlap_gather)
     again = (gathered._replace(during="backward", overlaps=True),) if trained else ()
     return (gathered, *again, Collective("tensor", "reduce-scatter", num_bytes, "backward", overlaps=trained), *sums)
 

@@ -8,6 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from ..layers.fp8_linear import Fp8Linear
 from ..parallel.collectives import sum_shared_gradient
 from ..parallel.linear import ColumnParallelLinear, RowParallelLinear, shared_rows
 from ..parallel.partition import Partition, even_partition, set_partitions
@@ -57,7 +58,7 @@ class IA3Input(IA3Scales):
         return weight * peft_parameters["ia3"].to(weight) if name == "weight" else weight
 
 
-class IA3OutputLinear(IA3Output, nn.Linear):
+class IA3OutputLinear(IA3Output, Fp8Linear):
     """Frozen linear layer with learned scales of its last outputs.
 
     Args:
@@ -71,7 +72,7 @@ class IA3OutputLinear(IA3Output, nn.Linear):
         self.ia3 = nn.Parameter(torch.empty(scaled))
 
 
-class IA3InputLinear(IA3Input, nn.Linear):
+class IA3InputLinear(IA3Input, Fp8Linear):
     """Frozen linear layer with a learned scale of each input.
 
     Args:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...kernels.lora.lora_linear import lora_linear
@@ -17,6 +18,7 @@ from ..layers.fused_linear import FusedLinear
 from ..layers.norm import LayerNorm, RMSNorm
 from ..moe.dispatch import ExpertInputs
 from ..moe.experts import Experts
+from ..parallel.fp8 import Fp8Product
 from .added_parameters import PeftModule, init_matrix
 
 
@@ -36,6 +38,14 @@ class LoRAUpdate(PeftModule):
         self.parts = parts if lora.canonical else (base.out_features,)
         self.lora_a = nn.Parameter(torch.empty(len(self.parts) * lora.rank, base.in_features))
         self.lora_b = nn.Parameter(torch.empty(base.out_features, lora.rank))
+
+    def update(self, inputs: Tensor) -> Tensor:
+        """Return scale (x A^T) B^T of inputs (..., in), beside a product in fp8."""
+        return self.lora.scale * F.linear(F.linear(inputs, self.lora_a), self.block_b())
+
+    def block_b(self) -> Tensor:
+        """Return B of all projections, (out, parts * rank)."""
+        return torch.block_diag(*self.lora_b.split(list(self.parts))) if len(self.parts) > 1 else self.lora_b
 
     def initial_parameter(self, name: str, shape: torch.Size, generator: torch.Generator) -> Tensor:
         """Initialize A and B by the configured methods."""
@@ -58,7 +68,12 @@ class LoRALinear(FusedLinear, LoRAUpdate):
         base: layer on the meta device, whose weight and bias are reused.
         lora: rank, scale, dropout and initialization.
         parts: rows of each projection in the weight.
+
+    Attributes:
+        fp8: how the frozen weight is multiplied by in training; None: in the dtype of the inputs.
     """
+
+    fp8: Fp8Product | None = None
 
     def __init__(self, base: nn.Linear, lora: LoRASlice, parts: tuple[int, ...]) -> None:
         super().__init__(base.in_features, base.out_features, bias=base.bias is not None)
@@ -75,7 +90,8 @@ class LoRALinear(FusedLinear, LoRAUpdate):
         The output of an RMSNorm can be recomputed from its input and a factor per row. With dropout, the masked input
         of A is saved anyway; in eager mode, the norm itself would save fp32 copies.
         """
-        return torch.compiler.is_compiling() and isinstance(norm, RMSNorm) and not self.lora.dropout
+        can_fuse = self.fp8 is None and not self.lora.dropout
+        return torch.compiler.is_compiling() and isinstance(norm, RMSNorm) and can_fuse
 
     def forward_with_norm(
         self, norm: LayerNorm | RMSNorm, hidden: Tensor, dropout: DropoutMask | None = None
@@ -98,6 +114,10 @@ class LoRALinear(FusedLinear, LoRAUpdate):
         dropped = None
         if self.training and self.lora.dropout:
             dropped = require_dropout(dropout).apply(inputs, self.lora.dropout)
+        if self.fp8 is not None and self.training:
+            output = self.fp8.linear(inputs, self.weight, self.bias)
+            output = output + self.update(inputs if dropped is None else dropped)
+            return output if residual is None else residual + output
         return lora_linear(
             inputs,
             self.weight,

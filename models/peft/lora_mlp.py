@@ -19,7 +19,7 @@ from .lora_parallel import add_lora
 
 def is_lora_mlp_fused(peft: PeftSlice | None, stack: StackSlice, device: str, dtype: str) -> bool:
     """Return True if the MLPs of all layers are fused in training, so that they do not save the activation output."""
-    if not isinstance(peft, LoRASlice) or peft.layers.numbers is not None or peft.rank > MAX_RANK:
+    if not isinstance(peft, LoRASlice) or peft.layers.numbers is not None or peft.rank > MAX_RANK or stack.fp8:
         return False
     return device == "cuda" and dtype != "fp64" and peft.can_fuse_mlp(stack)
 

@@ -1,18 +1,17 @@
 """LoRA linear layers split over the tensor-parallel ranks.
 
 Neither needs communication besides that of its frozen layer, but the gradient of a replicated matrix is a partial sum.
-With dropout a column-parallel layer is a sum of two: the frozen one, and B, whose inputs are the products of A and the
-rank's tokens, so that masks and A are not applied to the tokens of other ranks.
+With dropout, or a frozen product in fp8, a column-parallel layer is a sum of two: the frozen one, and B, whose inputs
+are the products of A and the rank's tokens, so that masks and A are not applied to the tokens of other ranks.
 
 | layer | A (parts * r, in) | B (out, r) | partial gradient |
 |---|---|---|---|
-| column-parallel | replicated | rows, as the weight | A; with dropout only of shared tokens |
+| column-parallel | replicated | rows, as the weight | A; of two layers only of shared tokens |
 | row-parallel | columns, as the weight | replicated | B |
 """
 
 from __future__ import annotations
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -63,16 +62,16 @@ class LoRAColumnParallelLinear(ColumnParallelLinear, _LoRAParallelLinear):
     @property
     def partial_gradients(self) -> tuple[str, ...]:
         """Parameters whose gradients are to be summed over the ranks."""
-        return ("lora_a",) if not self.lora.dropout or (self.gathers and self.ranks.sequence) else ()
+        is_sum = bool(self.lora.dropout) or self.fp8 is not None
+        return ("lora_a",) if not is_sum or (self.gathers and self.ranks.sequence) else ()
 
     def forward(self, input: Tensor, dropout: DropoutMask | None = None) -> Tensor:
         """See `ColumnParallelLinear.forward`; `dropout` is the mask of the input."""
         dropped, gathers = self.dropped(input, dropout), self.gathers and self.ranks.shards_tokens
-        if dropped is not None:
+        if dropped is not None or (self.fp8 is not None and self.training):
             output = super().forward(input)
-            b = torch.block_diag(*self.lora_b.split(list(self.parts))) if len(self.parts) > 1 else self.lora_b
-            low = F.linear(dropped, self.lora_a)
-            update = column_linear(low, b, None, self.ranks, gathers=gathers, shared=self.shared_rows)
+            low = F.linear(input if dropped is None else dropped, self.lora_a)
+            update = column_linear(low, self.block_b(), None, self.ranks, gathers=gathers, shared=self.shared_rows)
             return output + self.lora.scale * update
         return lora_column_linear(
             input,
@@ -107,6 +106,9 @@ class LoRARowParallelLinear(RowParallelLinear, _LoRAParallelLinear):
         """See `RowParallelLinear.forward`; `dropout` is the mask of the input."""
         matrices = self.weight, None, self.lora_a, self.lora_b
         dropped = self.dropped(input, dropout)
+        if self.fp8 is not None and self.training:
+            partial = self.fp8.linear(input, self.weight, None) + self.update(input if dropped is None else dropped)
+            return self.add_bias(sum_partial(partial, self.ranks))
         partial = lora_linear(input, *matrices, scale=self.lora.scale, parts=self.parts, dropped=dropped)
         return self.add_bias(sum_partial(partial, self.ranks))
 

@@ -29,6 +29,7 @@ def keys_of(changes: dict[str, Any]) -> Any:
         "hidden_dropout": 0.0, "attention_dropout": 0.0,
     }  # fmt: skip
     outer = {"make_vocab_size_divisible_by": 8}
+    outer |= {name: changes.pop(name) for name in list(changes) if name.startswith(("fp8", "first_last_layers"))}
     if family == "t5":
         own = {
             name: changes.pop(name)

@@ -125,14 +125,14 @@ def test_config_accounts_for_every_key_even_with_errors(capsys: Captured) -> Non
         "nemo_style_gpt",
         "model.data.data_prefix=[]",
         "model.data.index_mapping_dir=null",
-        "model.fp8=True",
+        "model.fp8_recipe=delayed",
         "model.nope=1",
     ]
     assert main.main([*arguments, "--json"]) == 2
     out, err = capsys.readouterr()
     told = json.loads(out)
     assert not told["valid"]
-    assert {problem["key"] for problem in told["problems"]} == {"model.fp8", "model.nope"}
+    assert {problem["key"] for problem in told["problems"]} == {"model.fp8_recipe", "model.nope"}
     assert told["keys"]["model.nope"]["state"] == "unknown"
     assert told["keys"]["model.pre_process"]["state"] == "historical"
     assert set(schema_keys()) - {"env_vars"} <= set(told["keys"])

@@ -134,7 +134,7 @@ def test_keys_without_effect_take_what_a_run_takes(family: Family) -> None:
         ("model", "family: gpt\nencoder: {num_layers: 3}", "3"),
         ("model", "family: t5\nencoder: {num_layer: 3}", "'num_layer' was unexpected"),
         ("model", "hidden_size: 0", "0 is less than the minimum of 1"),
-        ("model", "fp8: true", "True"),
+        ("model", "fp8: 8", "8"),
         ("data", "model: {data: {path: x}}", "'model' was unexpected"),
         ("data", "packed_sequence: 1", "1 is not of type 'boolean', 'string'"),
         ("tokenizer", "library: 5", "5"),

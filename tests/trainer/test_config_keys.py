@@ -81,11 +81,18 @@ def test_values_that_are_not_taken(path: str, value: Any, state: KeyState) -> No
     assert path in problem.fix
 
 
-@looped("value", ["16", "'16'", "16-mixed", "fp16", "float16", "fp8", "transformer-engine"])
+@looped("value", ["16", "'16'", "16-mixed", "fp16", "float16"])
 def test_a_precision_that_is_not_there_yet_names_the_one_to_use(value: str) -> None:
     problem = problems(f"trainer.precision={value}")["trainer.precision"]
     assert problem.rule.startswith("not yet: ")
     assert problem.rule.endswith("; use bf16")
+    assert problem.fix == "trainer.precision=bf16"
+
+
+@looped("value", ["8", "fp8", "transformer-engine"])
+def test_fp8_is_no_precision_of_the_trainer(value: str) -> None:
+    problem = problems(f"trainer.precision={value}")["trainer.precision"]
+    assert problem.rule == "refused: fp8 is model.fp8, beside another precision; use bf16"
     assert problem.fix == "trainer.precision=bf16"
 
 
@@ -98,6 +105,7 @@ def test_a_precision_that_is_not_there_yet_names_the_one_to_use(value: str) -> N
         "model.bias_gelu_fusion=False",
         "trainer.benchmark=True",
         "model.attention_softmax_in_fp32=True",
+        "model.fp8_amax_history_len=1024",
         "model.gc_interval=100",
     ],
 )
@@ -157,7 +165,7 @@ def test_what_is_off_loads(overrides: list[str]) -> None:
 @looped(
     "override",
     [
-        "model.fp8=True",
+        "model.fp8_recipe=delayed",
         "model.data.add_fim=True",
         "trainer.limit_predict_batches=1",
         "exp_manager.checkpoint_callback_params.every_n_epochs=1",
@@ -170,8 +178,6 @@ def test_what_is_not_yet_there_says_so(override: str) -> None:
 
 
 def test_settings_of_a_feature_share_one_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    (problem,) = problems("+model.fp8=True", "+model.fp8_hybrid=True", "+model.fp8_margin=2").values()
-    assert problem.key == "model.fp8"
     to_come = KeyRow("model.future.*", KeyState.NOT_YET, "a feature to come")
     monkeypatch.setattr(
         key_states, "find_row", lambda path, *_: to_come if path.startswith("model.future.") else find_row(path)
@@ -185,7 +191,7 @@ def test_all_errors_come_at_once(tmp_path: Path) -> None:
         tmp_path,
         "bad",
         "trainer:\n  max_steps: ???\n  logger: True\nmodel:\n  num_layers: 1.5\n  num_layesr: 2\n"
-        "  num_attention_heads: 7\n  fp8: True\n  seed: ${nowhere}\n"
+        "  num_attention_heads: 7\n  fp8: 8\n  seed: ${nowhere}\n"
         "  data:\n    path: ???\n    data_impl: text\n  tokenizer: null\n",
     )
     found = problems("model.optim.lr=-1", name="bad", directory=tmp_path)

@@ -121,6 +121,7 @@ class Row:
         return f"{self.key}-{self.observable.__name__}"
 
 
+FP8: Changes = {MODEL + "fp8": True, MODEL + "num_layers": 3}
 ROWS = [
     Row(RECOMPUTE + "granularity", None, kept, WHOLE, before="full"),
     Row(RECOMPUTE + "num_layers", 2, kept, WHOLE, before=1),
@@ -267,6 +268,13 @@ ROWS = [
     Row(MODEL + "global_batch_size", 2, accumulation),
     Row(MODEL + "global_batch_size", 8, consumed),
     Row(MODEL + "megatron_amp_O2", False, arithmetic, {TRAINER + "precision": "bf16"}),
+    Row(MODEL + "fp8", True, gradients),
+    Row(MODEL + "fp8_e4m3", True, gradients, FP8),
+    Row(MODEL + "fp8_margin", 8, gradients, FP8),
+    Row(MODEL + "fp8_wgrad", False, gradients, FP8),
+    Row(MODEL + "first_last_layers_bf16", True, gradients, FP8),
+    Row(MODEL + "num_layers_at_start_in_bf16", 0, gradients, {**FP8, MODEL + "first_last_layers_bf16": True}),
+    Row(MODEL + "num_layers_at_end_in_bf16", 0, gradients, {**FP8, MODEL + "first_last_layers_bf16": True}),
     Row(MODEL + "do_layer_norm_weight_decay", True, optimizer_groups),
     Row(DATA + "splits_string", "500,250,250", data, TEXT),
     Row(DATA + "eod_mask_loss", True, num_target_labels, {MODEL + "encoder_seq_length": 4}),

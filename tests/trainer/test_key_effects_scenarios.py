@@ -53,11 +53,15 @@ from key_observables import (
 )
 from pytorch_lightning.loggers.logger import DummyLogger
 
+from stoker.kernels.attention.flags import AttentionFlags
 from stoker.models import build
-from stoker.models.build import decide_compile
+from stoker.models.build import build_model, decide_compile
 from stoker.models.config import extensions
+from stoker.models.config.batch_shape import BatchSpec
 from stoker.models.dispatch.context_calls import ContextSplit
+from stoker.models.fp8 import fp8_layers
 from stoker.models.layers.dropout import DropoutMask
+from stoker.models.parallel.collectives import TensorParallel
 from stoker.models.parallel.layout import ParallelLayout
 from stoker.models.parallel.stages import PipelineSplit
 from stoker.models.recompute.per_stage import StageRecompute
@@ -175,6 +179,37 @@ def ranks_share_a_replica(harness: ConfigHarness) -> None:
     root = harness.root({TRAINER + "devices": 4, **{MODEL + name: value for name, value in keys.items()}})
     assert resolve_run(root, world_size=4).context_split == ContextSplit(4, "a2a+p2p", 2)
     assert resolve_run(root).context_split is None
+
+
+@story("model.reduce_amax")
+def ranks_agree_on_scales(harness: ConfigHarness) -> None:
+    def reduces(agree: bool) -> set[bool]:
+        changes = {MODEL + "fp8": True, MODEL + "reduce_amax": agree, MODEL + "hidden_size": 32}
+        keys = harness.root(changes).model
+        model = build_model(
+            keys,
+            vocab_size=64,
+            device="meta",
+            dtype=torch.float32,
+            flags=AttentionFlags(),
+            micro_batch_size=1,
+            batch_spec=BatchSpec(seq_length=8),
+            tensor_parallel=TensorParallel(0, 2, "group"),
+        )
+        layers: list[Any] = list(fp8_layers(model).values())
+        return {layer.fp8.reduce is not None for layer in layers}
+
+    assert reduces(True) == {True}
+    assert reduces(False) == {False}
+
+
+@story("model.fp8_hybrid")
+def gradients_have_a_format(harness: ConfigHarness) -> None:
+    (found,) = (stack.fp8 for stack in resolve_run(harness.root({MODEL + "fp8": True})).family.stacks)
+    assert found is not None
+    assert found.recipe.backward == "e5m2"
+    problem = problems("model.fp8=true", "model.fp8_hybrid=false")["model.fp8_hybrid"]
+    assert problem.rule.startswith("`fp8_hybrid` (False) or `fp8_e4m3` (False) must be True")
 
 
 @story(

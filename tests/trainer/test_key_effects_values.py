@@ -92,6 +92,7 @@ VALUES = {
     MODEL + "family": Values(family_shapes, {}),
     RECOMPUTE + "granularity": Values(kept, {}, WHOLE),
     RECOMPUTE + "method": Values(kept, {}, WHOLE),
+    MODEL + "fp8_recipe": Values(gradients, {}, {MODEL + "fp8": True}),
     MODEL + "transformer_block_type": Values(logits, {}),
     MODEL + "normalization": Values(normalization, {}),
     MODEL + "activation": Values(activation, {f"fast-{name}": name for name in ("geglu", "swiglu", "reglu")}),

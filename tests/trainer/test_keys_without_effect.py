@@ -14,6 +14,14 @@ LORA, ADAPTER, IA3 = ([WEIGHTS, f"model.peft.peft_scheme={scheme}"] for scheme i
 @looped(
     ("overrides", "key"),
     [
+        (["model.fp8_margin=2"], MODEL + "fp8_margin"),
+        (["model.fp8=true", "model.num_layers_at_end_in_bf16=2"], MODEL + "num_layers_at_end_in_bf16"),
+        (["model.fp8=true", "model.fp8_e4m3=true", "model.fp8_hybrid=true"], MODEL + "fp8_hybrid"),
+        (["model.fp8=true", "model.fp8_recipe=rowwise", "model.reduce_amax=false"], MODEL + "reduce_amax"),
+        (
+            ["model.fp8=true", "model.first_last_layers_bf16=true", "model.num_layers_at_start_in_bf16=9"],
+            MODEL + "num_layers_at_start_in_bf16",
+        ),
         (["data=mock", "model.data.splits_string='1,1,1'"], DATA + "splits_string"),
         (["model.data.index_mapping_dir=x"], DATA + "index_mapping_dir"),
         (["model.data.shuffle_documents=false"], DATA + "shuffle_documents"),

@@ -10,6 +10,7 @@ from torch import nn
 from ...models.build import LanguageModel, get_stacks, num_parameters
 from ...models.config.families import keys_by_stack
 from ...models.config.memory import join_module_names
+from ...models.fp8 import fp8_layers
 from ...models.model_cost import count_parameters
 from ...models.parallel.schedule import bubble_fraction
 from ...models.parallel.stages import PipelineSplit
@@ -64,6 +65,7 @@ def summarize_run(
     )
     yield f"attention {attention} (reasons in run.log)"
     yield f"layers {'compiled' if model.compiled else 'not compiled'}: {model.compile_reason}"
+    yield from describe_fp8(run, model, device)
     saving = memory_saving_recompute(described, model.attention_decisions, peft, compiled=model.compiled)
     counts = [stack.num_layers for stack in described.stacks]
     for index, (at, recompute) in enumerate(zip(stacks, saving, strict=True)):
@@ -86,6 +88,20 @@ def summarize_run(
         if mesh.model_ranks > 1 or mesh.expert > 1:
             yield "parameters of rank 0:"
         yield from module_table(model)
+
+
+def describe_fp8(run: ResolvedRun, model: LanguageModel, device: torch.device) -> Iterator[str]:
+    """Yield the line about linear layers that multiply in fp8."""
+    slices = [stack.fp8 for stack in run.family.stacks if stack.fp8 is not None]
+    if not slices:
+        return
+    number = pluralize(len(fp8_layers(model)), "linear layer")
+    of = "" if all(all(each.layers) for each in slices) else f" of {sum(sum(each.layers) for each in slices)} layers"
+    how = ", emulated on a CPU, slowly" if device.type == "cpu" else ""
+    casts = "; weights are cast once a step" if run.keeps_fp8_casts else ""
+    nemo = " (delayed scaling, NeMo's default, needs TransformerEngine)" if run.model.fp8_recipe is None else ""
+    recipe = f"{slices[0].description}{nemo}"
+    yield f"fp8 in training: {recipe}, {number}{of}{how}{casts}; validation multiplies in {run.precision.compute}"
 
 
 def _describe_pipeline(run: ResolvedRun, split: PipelineSplit) -> str:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...models.fp8 import cast_fp8_weights
 from ...models.memory.offload_weights import find_weight_offloads
 from ...models.parallel.stages import StageInput
 from ..config.lr_schedule import Schedule
@@ -50,6 +51,7 @@ class LanguageModule(pl.LightningModule):
             rank.
         graph_capture: wraps the function that runs a micro batch, see `cuda_graph.py`; None: eager.
         expert_balancer: called before and after each step; None without experts.
+        fp8_layers: fp8 layers whose weights are cast once for all micro batches of a step, not for each.
 
     Attributes:
         unwrapped_optimizer: the unwrapped optimizer; Lightning wraps it.
@@ -75,6 +77,7 @@ class LanguageModule(pl.LightningModule):
         pipeline: Callable[[Callable[[], None]], Pipeline] | None = None,
         graph_capture: Callable[[RunMicroBatch], RunMicroBatch] | None = None,
         expert_balancer: ExpertBalancer | None = None,
+        fp8_layers: Sequence[nn.Linear] = (),
     ) -> None:
         super().__init__()
         self.automatic_optimization = False
@@ -97,6 +100,7 @@ class LanguageModule(pl.LightningModule):
         self._accumulates = False
         self.pipeline = None if pipeline is None else pipeline(self._accumulate)
         self.expert_balancer = expert_balancer
+        self._fp8_layers = list(fp8_layers)
         self._weight_offloads = find_weight_offloads(model)
         self.lr = schedule(step)
         self.pending_metrics: list[tuple[Tensor, Tensor]] = []
@@ -121,6 +125,7 @@ class LanguageModule(pl.LightningModule):
         targets = self.replicas.all_reduce_(batch.num_targets).clamp(min=1)
         if self.expert_balancer is not None:
             self.expert_balancer.before_step(self.step)
+        cast_fp8_weights(self._fp8_layers)
         losses: list[Tensor] = []
         if self.data_parallel is not None:
             self.data_parallel.before_step(len(batch.indices))

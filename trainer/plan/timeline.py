@@ -70,16 +70,12 @@ class Moment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerInStack:
-    """Layer `number` of its stack, with this `memory`; `index` is its position in the stack or its pipeline stage."""
+    """Layer `number` of its `stack`, with this `memory`; `index` is its position in the stack or its pipeline stage."""
 
     index: int
     number: int
+    stack: StackInputs
     memory: LayerMemory
-
-    @property
-    def stack(self) -> StackInputs:
-        """Its stack."""
-        return self.memory.inputs
 
     @property
     def name(self) -> str:
@@ -164,10 +160,13 @@ def layers_in_order(run: RunInputs) -> tuple[LayerInStack, ...]:
     """Return the layers of all stacks, or pipeline stages of the rank, in forward order."""
     found: list[LayerInStack] = []
     for stage, stack in zip(run.stages, run.stacks, strict=True):
-        moe = stack.stack.moe
-        kinds = {experts: layer_memory(stack, is_moe=experts) for experts in set(moe.layers if moe else (False,))}
+        moe, fp8 = stack.stack.moe, stack.stack.fp8
+        kinds: dict[tuple[bool, bool], LayerMemory] = {}
         for index, number in enumerate(stage.layers):
-            found.append(LayerInStack(index=index, number=number, memory=kinds[moe.layers[index] if moe else False]))
+            kind = moe is not None and moe.layers[index], fp8 is not None and fp8.layers[index]
+            if kind not in kinds:
+                kinds[kind] = layer_memory(stack, is_moe=kind[0], is_fp8=kind[1])
+            found.append(LayerInStack(index=index, number=number, stack=stack, memory=kinds[kind]))
     return tuple(found)
 
 

@@ -62,6 +62,7 @@ def _traffic_of_layers(
         found = layer_traffic(
             layer.stack,
             is_moe=layer.memory.has_experts,
+            is_fp8=layer.memory.inputs.fp8 is not None,
             recomputes=layer.recomputed_modules,
             recomputed_layer=layer.is_recomputed,
             ends_recompute=last_in_chunk or layer.index + 1 == layer.stack.stack.num_layers,

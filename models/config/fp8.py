@@ -1,0 +1,118 @@
+"""fp8 matmuls of the layers: keys, what they resolve to, and what they need."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from pydantic import Field
+
+from ...kernels.fp8.recipe import Fp8Recipe, Scaling
+from .key_block import ConfigBlock
+
+MULTIPLE = 16
+"""What the widths of an fp8 matmul must be multiples of."""
+
+
+class Fp8Keys(ConfigBlock):
+    """`model.fp8*` in every family (nemo_semantics 1.8)."""
+
+    fp8: bool | None = None
+    """Multiply in fp8 in training: the linear layers of attention and MLP, forward and backward; experts, the
+    weights and all other arithmetic stay in the run's precision, and validation multiplies with the weights themselves.
+    Needs a GPU from sm_89 (Ada, Hopper, Blackwell) and bf16; on a CPU it is emulated, slowly. null: False."""
+    fp8_e4m3: bool = False
+    """With `fp8`: cast gradients to e4m3 too; goes before `fp8_hybrid`."""
+    fp8_hybrid: bool = True
+    """With `fp8`: cast activations and weights to e4m3, gradients to e5m2, which has more range and less precision."""
+    fp8_recipe: Literal["tensorwise", "rowwise", "blockwise"] | None = None
+    """With `fp8`: what has a scale of its own. `tensorwise`: a tensor; `rowwise`: a row along the contraction;
+    `blockwise`: 1 x 128 tiles of activations and gradients and 128 x 128 blocks of weights (DeepSeek-V3; Hopper only).
+    Scales follow from the values that are cast (current scaling). null: `tensorwise`. Megatron's key."""
+    fp8_margin: int = Field(0, ge=0, le=8)
+    """With `fp8`: scales are 2^margin times larger, which leaves headroom below the largest fp8 value."""
+    fp8_wgrad: bool = True
+    """With `fp8`: compute the gradients of weights in fp8 too; False: in the precision of the activations, which are
+    then saved in it."""
+    reduce_amax: bool = True
+    """With `fp8`: tensor-parallel and context-parallel ranks, which hold parts of one tensor, take the scale of the
+    whole, so that results do not depend on the layout; False: each takes that of its part, which saves messages."""
+    first_last_layers_bf16: bool = False
+    """With `fp8`: multiply in the run's precision in the first and last layers of each stack. Megatron's key."""
+    num_layers_at_start_in_bf16: int = Field(1, ge=0)
+    """With `first_last_layers_bf16`: number of first layers of each stack. Megatron's key."""
+    num_layers_at_end_in_bf16: int = Field(1, ge=0)
+    """With `first_last_layers_bf16`: number of last layers of each stack. Megatron's key."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fp8Slice:
+    """fp8 matmuls of a stack.
+
+    Attributes:
+        recipe: formats and scaling.
+        layers: True for each layer whose linear layers multiply in fp8.
+        reduce_amax: ranks that hold parts of a tensor take the scale of the whole.
+    """
+
+    recipe: Fp8Recipe
+    layers: tuple[bool, ...]
+    reduce_amax: bool
+
+    @property
+    def description(self) -> str:
+        """Recipe and formats, for logs."""
+        formats = self.recipe.forward if self.recipe.forward == self.recipe.backward else "e4m3, gradients e5m2"
+        return f"{self.recipe.scaling} scaling, {formats}"
+
+
+def fp8_slice(keys: Fp8Keys, num_layers: int) -> Fp8Slice | None:
+    """Resolve the keys of fp8 for a stack; None if all of its layers multiply in the run's precision."""
+    if not keys.fp8:
+        return None
+    first = keys.num_layers_at_start_in_bf16 if keys.first_last_layers_bf16 else 0
+    last = keys.num_layers_at_end_in_bf16 if keys.first_last_layers_bf16 else 0
+    layers = tuple(first <= number < num_layers - last for number in range(num_layers))
+    if not any(layers):
+        return None
+    scaling: Scaling = keys.fp8_recipe or "tensorwise"
+    recipe = Fp8Recipe(
+        scaling=scaling,
+        backward="e4m3" if keys.fp8_e4m3 else "e5m2",
+        margin=keys.fp8_margin,
+        wgrad=keys.fp8_wgrad,
+    )
+    return Fp8Slice(recipe=recipe, layers=layers, reduce_amax=keys.reduce_amax)
+
+
+def check_fp8(fp8: Fp8Slice, device: str, capability: tuple[int, int] | None, dtype: str) -> None:
+    """Check that a device trains in fp8, which a CPU emulates.
+
+    Args:
+        fp8: recipe of a stack.
+        device: device type.
+        capability: CUDA compute capability; None on other devices.
+        dtype: of the activations, as `bf16`.
+
+    Raises:
+        ValueError: it does not.
+    """
+    if device == "cpu":
+        return
+    if device != "cuda" or capability is None:
+        raise ValueError(f"`fp8` (True) must be False on {device}, which has no fp8 matmuls; use fp8=false.")
+    name = ".".join(map(str, capability))
+    if capability < (8, 9):
+        raise ValueError(
+            f"`fp8` (True) needs a GPU of compute capability 8.9 or later (Ada, Hopper, Blackwell), and this one has "
+            f"{name}; use fp8=false."
+        )
+    if dtype != "bf16":
+        raise ValueError(
+            f"`fp8` (True) needs activations in bf16 on a GPU, and they are in {dtype}; use trainer.precision=bf16."
+        )
+    if fp8.recipe.scaling == "blockwise" and capability[0] != 9:
+        raise ValueError(
+            f"`fp8_recipe` (blockwise) needs a Hopper GPU, whose matmuls scale by blocks (compute capability 9.0), and "
+            f"this one has {name}; use fp8_recipe=rowwise."
+        )

@@ -1,0 +1,69 @@
+"""Keys of fp8 that exclude each other, or need what the model or the device does not have."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from config_helpers import load, problems
+from tiers import looped
+
+from stoker.kernels.fp8.recipe import Fp8Recipe
+from stoker.models.config.fp8 import Fp8Slice, check_fp8
+
+
+@looped(
+    ("overrides", "key", "says"),
+    [
+        (["model.fp8_hybrid=false"], "model.fp8_hybrid", "gradients are cast to e5m2 or to e4m3"),
+        (["model.ffn_hidden_size=1000"], "model.ffn_hidden_size", "`ffn_hidden_size` (1000) must be a multiple of 16"),
+        (
+            ["model.ffn_hidden_size=48", "model.tensor_model_parallel_size=2", "trainer.devices=2"],
+            "model.ffn_hidden_size",
+            "(24 on each of 2 tensor-parallel ranks) must be a multiple of 16",
+        ),
+        (["trainer.accelerator=gpu", "trainer.precision=32"], "trainer.precision", "must be bf16 with `fp8` (True)"),
+        (["model.fp8_recipe=delayed"], "model.fp8_recipe", "not yet: delayed scaling needs TransformerEngine's"),
+        (["model.fp8_recipe=mxfp8"], "model.fp8_recipe", "need a Blackwell GPU"),
+        (["model.fp8_params=true"], "model.fp8_params", "not yet: weights stay in bf16 or fp32"),
+        (["model.fp8_multi_head_attention=true"], "model.fp8_multi_head_attention", "not yet: attention in fp8"),
+    ],
+)
+def test_what_fp8_needs(overrides: list[str], key: str, says: str) -> None:
+    problem = problems("model.fp8=true", *overrides)[key]
+    assert says in problem.rule
+    assert problem.fix
+
+
+@looped("accelerator", ["cpu", "auto"])
+def test_a_cpu_emulates_any_precision(accelerator: str) -> None:
+    load("model.fp8=true", f"trainer.accelerator={accelerator}", "trainer.precision=64")
+
+
+@looped(
+    ("device", "capability", "dtype", "scaling", "says"),
+    [
+        ("mps", None, "bf16", "tensorwise", "must be False on mps"),
+        ("cuda", (8, 0), "bf16", "tensorwise", "8.9 or later (Ada, Hopper, Blackwell), and this one has 8.0"),
+        ("cuda", (9, 0), "fp16", "tensorwise", "use trainer.precision=bf16"),
+        ("cuda", (10, 0), "bf16", "blockwise", "use fp8_recipe=rowwise"),
+    ],
+)  # fmt: skip
+def test_what_a_device_lacks(device, capability, dtype, scaling, says) -> None:
+    fp8 = Fp8Slice(recipe=Fp8Recipe(scaling=scaling), layers=(True,), reduce_amax=True)
+    with pytest.raises(ValueError, match=re.escape(says)):
+        check_fp8(fp8, device, capability, dtype)
+
+
+@looped(
+    ("device", "capability", "scaling"),
+    [
+        ("cpu", None, "blockwise"),
+        ("cuda", (8, 9), "rowwise"),
+        ("cuda", (9, 0), "blockwise"),
+        ("cuda", (12, 0), "rowwise"),
+    ],
+)
+def test_what_a_device_has(device, capability, scaling) -> None:
+    fp8 = Fp8Slice(recipe=Fp8Recipe(scaling=scaling), layers=(True,), reduce_amax=True)
+    check_fp8(fp8, device, capability, "bf16")

@@ -1,0 +1,106 @@
+"""Rules of fp8: formats, layers, precision, and what has no effect with or without it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ....models.config.families import keys_by_stack
+from ....models.config.fp8 import MULTIPLE, Fp8Keys, fp8_slice
+from ....models.config.key_block import Finding
+from ....models.config.sizes import head_dim_of
+from ..schema.key_index import format_value
+from .rule_context import RuleContext, no_effect, unused
+
+_ENDS = ("model.num_layers_at_start_in_bf16", "model.num_layers_at_end_in_bf16")
+
+
+def fp8_has_a_format(context: RuleContext) -> Iterator[Finding]:
+    """Gradients are cast to e4m3 or to e5m2."""
+    keys = context.root.model
+    if keys.fp8 and not (keys.fp8_e4m3 or keys.fp8_hybrid):
+        yield Finding.error(
+            ("model.fp8_hybrid", "model.fp8_e4m3", "model.fp8"),
+            "`fp8_hybrid` (False) or `fp8_e4m3` (False) must be True with `fp8` (True): gradients are cast to e5m2 or "
+            "to e4m3",
+            "model.fp8_hybrid=true",
+        )
+    elif keys.fp8 and keys.fp8_e4m3 and keys.fp8_hybrid and "model.fp8_hybrid" in context.set_by_user:
+        yield no_effect("model.fp8_hybrid", "model.fp8_e4m3", "with `fp8_e4m3` (True), which goes before it")
+
+
+def fp8_settings_need_fp8(context: RuleContext) -> Iterator[Finding]:
+    """The settings of fp8 have no effect without it, those of layers at the ends without these layers."""
+    keys = context.root.model
+    settings = [f"model.{name}" for name in Fp8Keys.own_keys() if name != "fp8"]
+    if not keys.fp8:
+        for path in settings:
+            yield from unused(context, path, "model.fp8", "without `fp8`")
+    elif not keys.first_last_layers_bf16:
+        for path in _ENDS:
+            yield from unused(context, path, "model.first_last_layers_bf16", "without `first_last_layers_bf16`")
+    if keys.fp8 and keys.fp8_recipe in ("rowwise", "blockwise"):
+        when = f"with `fp8_recipe` ({keys.fp8_recipe}), whose scales are those of the values that a rank has"
+        yield from unused(context, "model.reduce_amax", "model.fp8_recipe", when)
+
+
+def fp8_layers_are_left(context: RuleContext) -> Iterator[Finding]:
+    """Some layers multiply in fp8."""
+    keys = context.root.model
+    if not keys.fp8:
+        return
+    for at, stack in keys_by_stack(keys).items():
+        if fp8_slice(keys, stack.num_layers) is None:
+            path = f"model.{at}num_layers"
+            message = (
+                f"`fp8` (True) has no effect on {at.rstrip('.') or 'the model'}: of its layers (`num_layers`: "
+                f"{stack.num_layers}) the first {keys.num_layers_at_start_in_bf16} and the last "
+                f"{keys.num_layers_at_end_in_bf16} multiply in bf16 (`first_last_layers_bf16`)"
+            )
+            yield Finding.warning((*_ENDS, "model.fp8", path), message, "model.first_last_layers_bf16=false")
+
+
+def fp8_precision_is_supported(context: RuleContext) -> Iterator[Finding]:
+    """On a GPU fp8 needs bf16 activations; `accelerator: auto` is checked when the run starts."""
+    precision, accelerator = context.root.trainer.precision, context.root.trainer.accelerator
+    if context.root.model.fp8 and accelerator in ("gpu", "cuda") and not str(precision or "bf16").startswith("bf16"):
+        yield Finding.error(
+            ("trainer.precision", "model.fp8"),
+            f"`precision` ({format_value(precision)}) must be bf16 with `fp8` (True) on a GPU: scaled matmuls return "
+            "bf16",
+            "trainer.precision=bf16, or model.fp8=false",
+        )
+
+
+def fp8_widths_are_multiples(context: RuleContext) -> Iterator[Finding]:
+    """The widths of matrices, of the part of a tensor-parallel rank, are multiples of 16."""
+    keys = context.root.model
+    ranks = keys.tensor_model_parallel_size
+    if not keys.fp8:
+        return
+    for at, stack in keys_by_stack(keys).items():
+        heads, head = stack.num_attention_heads, head_dim_of(stack)
+        if stack.kv_channels is None and stack.hidden_size % heads:  # reported by another rule
+            continue
+        groups = heads if stack.num_query_groups is None else stack.num_query_groups
+        parts = min(groups, ranks)
+        widths = {
+            "hidden_size": (stack.hidden_size, 1, "hidden_size"),
+            "num_attention_heads": (heads * head, ranks, "num_attention_heads x head width"),
+            "num_query_groups": (2 * groups * head, parts, "num_query_groups x head width, of keys and values"),
+            "ffn_hidden_size": (stack.ffn_hidden_size, ranks, "ffn_hidden_size"),
+        }
+        for name, (width, split, what) in widths.items():
+            if width % split == 0 and width // split % MULTIPLE:
+                share = f" on each of {split} tensor-parallel ranks" if split > 1 else ""
+                yield Finding.error(
+                    (f"model.{at}{name}", "model.fp8"),
+                    f"`{what}` ({width // split}{share}) must be a multiple of {MULTIPLE} with `fp8` (True)",
+                    "model.fp8=false, or another width",
+                )
+
+
+def overlap_is_not_in_fp8(context: RuleContext) -> Iterator[Finding]:
+    """Products in fp8 do not run beside the communication of tensor-parallel ranks."""
+    keys = context.root.model
+    if keys.fp8 and keys.ub_tp_comm_overlap and keys.tensor_model_parallel_size > 1:
+        yield no_effect("model.ub_tp_comm_overlap", "model.fp8", "on layers that multiply in fp8 (`fp8`)")
