@@ -32,6 +32,7 @@ from stoker.models.assemble import assemble
 from stoker.models.build import TORCH_DTYPES, get_stacks
 from stoker.models.config.peft import peft_slice
 from stoker.models.dispatch.attention_choices import plan_attentions
+from stoker.models.fp8 import apply_fp8
 from stoker.models.layers.context import LayerContext, Memory
 from stoker.models.parallel.collectives import TensorParallel
 from stoker.models.parallel.stages import StageInput
@@ -94,9 +95,11 @@ def model_of(facts: RunInputs) -> Any:
     if peft is not None:
         with torch.device("meta"):
             apply_peft(model, get_stacks(model), facts.family, peft)
+    ranks = None
     if facts.tensor_parallel:  # fake collectives need no process group
         ranks = TensorParallel(0, facts.mesh.tensor, "none", sequence=facts.mesh.sequence)
         apply_tensor_parallel(model, facts.run.with_vocabulary(facts.vocab_size), ranks)
+    apply_fp8(get_stacks(model), facts.family.stacks, ranks)
     model = model.to(TORCH_DTYPES[facts.precision.weights])
     for part, stack in zip(stacks, get_stacks(model), strict=True):
         names = (

@@ -130,6 +130,27 @@ CASES = {
         "model.bias=True",
     ],
     "t5": T5,
+    "fp8": [*LLAMA, "model.fp8=True"],
+    "fp8, rowwise": [*LLAMA, "model.fp8=True", "model.fp8_recipe=rowwise"],
+    "fp8, blockwise": [*LLAMA, "model.fp8=True", "model.fp8_recipe=blockwise"],
+    "fp8, last layer": [
+        *LLAMA,
+        "model.fp8=True",
+        "model.first_last_layers_bf16=True",
+        "model.num_layers_at_end_in_bf16=0",
+    ],
+    "fp8, gradients of weights in bf16": [*LLAMA, "model.fp8=True", "model.fp8_wgrad=False"],
+    "fp8, autocast": [*LLAMA, "model.fp8=True", "model.megatron_amp_O2=False"],
+    "fp8, gpt3": [*GPT3, "model.fp8=True"],
+    "fp8, relu": [*LLAMA, "model.fp8=True", "model.activation=relu"],
+    "fp8, normformer": [*LLAMA, "model.fp8=True", "model.transformer_block_type=normformer", "model.headscale=True"],
+    "fp8, post-norm": [*LLAMA, "model.fp8=True", "model.transformer_block_type=post_ln"],
+    "fp8, unfused": [*LLAMA, "model.fp8=True", "model.attention_backend=unfused"],
+    "fp8, cheap parts again": [*LLAMA, "model.fp8=True", f"{RECOMPUTE}_modules=[norm,mlp_activation]"],
+    "fp8, t5": [*T5, "model.fp8=True"],
+    "fp8, layers again": [*LLAMA, "model.fp8=True", *WHOLE, f"{RECOMPUTE}_method=uniform", f"{RECOMPUTE}_num_layers=1"],
+    "fp8 beside experts": [*MOE, "model.fp8=True", "model.moe_shared_expert_intermediate_size=96"],
+    "fp8, lora": [*LORA, "model.fp8=True"],
     "lora": LORA,
     "lora, norms again": [*LORA, f"{RECOMPUTE}_modules=[norm]"],
     "lora of the first projections": [*LORA, "model.peft.lora_tuning.target_modules=[attention_qkv,mlp_fc1]"],
@@ -174,6 +195,7 @@ CASES = {
     "chunk again": [*LLAMA, *WHOLE, f"{RECOMPUTE}_method=uniform", f"{RECOMPUTE}_num_layers=2"],
 }
 QUICK = {
+    "fp8",
     "own gate",
     "llama",
     "gpt3 dropout",
@@ -224,7 +246,18 @@ OPERATIONS = {
     "all-gather": "all_gather_into_tensor",
     "reduce-scatter": "reduce_scatter_tensor",
 }
-SPLIT = ("llama", "gpt3", "norms of heads", "autocast", "t5", "cheap parts again", "layers again", "kerple")
+SPLIT = (
+    "llama",
+    "fp8",
+    "fp8, rowwise",
+    "gpt3",
+    "norms of heads",
+    "autocast",
+    "t5",
+    "cheap parts again",
+    "layers again",
+    "kerple",
+)
 
 
 def split_inputs(name, sequence, *, compiled):
@@ -253,8 +286,14 @@ def test_compiled_layers_of_a_tensor_parallel_rank_keep_what_the_partitioner_cho
         assert last.saved_bytes == pytest.approx(saved, rel=0.03), stack.name
         planned = Counter()
         recomputes = last.recomputed_modules, last.is_recomputed
+        is_fp8 = last.memory.inputs.fp8 is not None
         for each in layer_traffic(
-            stack, is_moe=False, recomputes=recomputes[0], recomputed_layer=recomputes[1], ends_recompute=True
+            stack,
+            is_moe=False,
+            is_fp8=is_fp8,
+            recomputes=recomputes[0],
+            recomputed_layer=recomputes[1],
+            ends_recompute=True,
         ):
             planned["forward" if each.during == "forward" else "backward", OPERATIONS[each.kind]] += each.num_bytes
         assert sent == planned, stack.name

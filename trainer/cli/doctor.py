@@ -135,6 +135,8 @@ def _cuda_device(torch: Any, index: int) -> Finding:
     features = ["bf16" if major >= 8 else "no bf16 (fp32 training)", "SDPA flash" if major >= 8 else "SDPA efficient"]
     if major >= 9:
         features.append("SDPA cuDNN")
+    if (major, minor) >= (8, 9):
+        features.append("fp8")
     gib = 1 << 30
     says = (
         f"{properties.name}, sm_{major}{minor}, {properties.multi_processor_count} SMs, "

@@ -71,6 +71,16 @@ def explain_attention(args: argparse.Namespace) -> int:
     return EXIT_OK if all(choice.backend for choice in report.choices) else EXIT_BAD_INPUT
 
 
+def explain_fp8(args: argparse.Namespace) -> int:
+    """Print which matrices of the configured run multiply in fp8, and why the others do not."""
+    root = load_config(args).root
+    from ..plan.fp8_report import explain_fp8 as explain
+
+    report = explain(root, args.arch)
+    print(json.dumps(asdict(report), indent=2) if args.json else report)
+    return EXIT_BAD_INPUT if report.problem else EXIT_OK
+
+
 def _share(keys: ParallelKeys) -> str:
     """Return a phrase that these are the calls of one of the ranks that share a layer; empty for one."""
     names = {"tensor": keys.tensor_model_parallel_size, "context": keys.context_parallel_size}
@@ -98,4 +108,5 @@ class Topic:
 
 TOPICS = {
     "attention": Topic("the backend of each kind of attention call, and why not the others", explain_attention),
+    "fp8": Topic("the matrices that multiply in fp8, and why not the others", explain_fp8),
 }

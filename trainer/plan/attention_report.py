@@ -84,7 +84,7 @@ def explain_attention(root: RootBlock, arch: str | None = None) -> AttentionRepo
         UserError: there is no such device, or the ranks cannot share the model so.
     """
     if arch is None:
-        device, capability, software, where = _this_machine(root.trainer)
+        device, capability, software, where = this_machine(root.trainer)
     else:
         capability = ARCHITECTURES[arch]
         device = "cpu" if capability is None else "cuda"
@@ -96,7 +96,7 @@ def explain_attention(root: RootBlock, arch: str | None = None) -> AttentionRepo
     return AttentionReport(where, tuple(flags.notes()), tuple(_choices(run, flags, software, device, capability)))
 
 
-def _this_machine(keys: TrainerBlock) -> tuple[str, tuple[int, int] | None, InstalledSoftware, str]:
+def this_machine(keys: TrainerBlock) -> tuple[str, tuple[int, int] | None, InstalledSoftware, str]:
     """Return device type, compute capability, installed software and a description of it."""
     from ...kernels.attention.installed_software import detect_installed_software
     from ..device.choose_device import choose_device, compute_capability

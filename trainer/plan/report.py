@@ -165,7 +165,7 @@ def _run_lines(plan: Plan) -> Iterator[str]:
     yield (
         f"step         {ranks}{layout}{pluralize(run.micro_batches, 'micro batch', 'micro batches')} of "
         f"{pluralize(run.model_config.micro_batch_size, 'sample')}"
-        f"{per_rank}, {run.precision.name}{', as CUDA graphs' * run.uses_cuda_graph}"
+        f"{per_rank}, {run.precision.name}{_fp8(run)}{', as CUDA graphs' * run.uses_cuda_graph}"
     )
     counts, split = [stack.stack.num_layers for stack in run.stacks], run.run.pipeline
     rows = zip(run.stacks, offload_recompute(run), effective_recompute(run), strict=True)
@@ -178,6 +178,15 @@ def _run_lines(plan: Plan) -> Iterator[str]:
             f"{stack.name or 'layers':<12} {stack.stack.num_layers} of {stack.length:,} tokens, {mode}, attention "
             f"{stack.attention.backend}{cross}; recomputes {text or 'nothing'}{_offloaded(stack, modules)}"
         )
+
+
+def _fp8(run: RunInputs) -> str:
+    """Return the recipe of fp8 and the number of layers that multiply in it; empty without."""
+    slices = [stack.stack.fp8 for stack in run.stacks if stack.stack.fp8 is not None]
+    if not slices:
+        return ""
+    layers, of = sum(sum(each.layers) for each in slices), sum(stack.stack.num_layers for stack in run.stacks)
+    return f", fp8 ({slices[0].description}) in {layers} of {pluralize(of, 'layer')}"
 
 
 def _memory_lines(plan: Plan) -> Iterator[str]:

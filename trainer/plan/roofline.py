@@ -37,12 +37,14 @@ class Work:
     Attributes:
         matmul: FLOPs of matmuls, grouped ones included.
         grouped: FLOPs of the grouped GEMMs of experts.
+        fp8: those of `matmul` that are in fp8.
         attention: FLOPs of fused attention.
         moved: bytes that pointwise kernels read and write.
     """
 
     matmul: float = 0.0
     grouped: float = 0.0
+    fp8: float = 0.0
     attention: float = 0.0
     moved: float = 0.0
 
@@ -50,6 +52,7 @@ class Work:
         return Work(
             matmul=self.matmul + other.matmul,
             grouped=self.grouped + other.grouped,
+            fp8=self.fp8 + other.fp8,
             attention=self.attention + other.attention,
             moved=self.moved + other.moved,
         )
@@ -59,14 +62,16 @@ class Work:
         return Work(
             matmul=self.matmul * number,
             grouped=self.grouped * number,
+            fp8=self.fp8 * number,
             attention=self.attention * number,
             moved=self.moved * number,
         )
 
     @property
     def dense_equivalent(self) -> float:
-        """FLOPs of dense matmuls that take the same time."""
-        return self.matmul + self.grouped * (1 / EFFICIENCY["grouped_gemm"] - 1)
+        """FLOPs of dense matmuls in 16 bits that take the same time."""
+        saved = self.fp8 * (1 - 1 / EFFICIENCY["fp8_speed"])
+        return self.matmul + self.grouped * (1 / EFFICIENCY["grouped_gemm"] - 1) - saved
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,9 +170,12 @@ def _layer_work(layer: LayerInStack, *, frozen: bool = False) -> Work:
     saved = sum(each.num_bytes for each in memory.saved if each.part not in ("scores", "weights"))
     moved = passes * (saved + memory.input_bytes)
     if layer.skips_backward:
-        return Work(matmul=memory.matmul_flops, grouped=memory.grouped_flops, moved=moved / 3) + core
+        flops = {"matmul": memory.matmul_flops, "grouped": memory.grouped_flops, "fp8": memory.fp8_flops}
+        return Work(**flops, moved=moved / 3) + core
+    in_fp8 = 2 if frozen or not memory.inputs.saves_fp8 else 3
     return Work(
         matmul=(2 if frozen else 3) * memory.matmul_flops + 3 * core.matmul,
+        fp8=in_fp8 * memory.fp8_flops,
         grouped=(2 if frozen else 3) * memory.grouped_flops,
         attention=(1 + _ATTENTION_BACKWARD_RATIO) * core.attention,
         moved=moved + 3 * core.moved,
@@ -184,7 +192,9 @@ def recompute_work(layer: LayerInStack) -> Work:
         # the backward pass does not need the output of fc2, so the compiler does not recompute it
         skipped = memory.last_matmul_flops if layer.stack.compiled and layer.recompute.chunk == 1 else 0.0
         moved = _layer_work(layer).moved - 3 * core.moved
-        return Work(matmul=memory.matmul_flops - skipped, grouped=memory.grouped_flops, moved=moved / 3) + core
+        fp8 = memory.fp8_flops - skipped * (memory.inputs.fp8 is not None)
+        flops = {"matmul": memory.matmul_flops - skipped, "grouped": memory.grouped_flops, "fp8": fp8}
+        return Work(**flops, moved=moved / 3) + core
     modules = layer.recomputed_modules
     total = Work(moved=2.0 * recomputed_bytes(memory.saved, modules - {"core_attention"}))
     if "core_attention" in modules:

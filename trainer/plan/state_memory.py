@@ -33,7 +33,7 @@ class PersistentState:
     """Bytes of device memory held during the whole run.
 
     Attributes:
-        weights: parameters in the dtype of the model.
+        weights: parameters in the dtype of the model, and fp8 casts of them that are kept.
         main_weights: fp32 copies of the parameters in the optimizer.
         optimizer: all other optimizer state.
         ema: exponential moving average (EMA) of the weights.
@@ -84,7 +84,7 @@ def persistent_state(run: RunInputs) -> PersistentState:
     ema = run.sharded(parameters * run.ema_itemsize)
     weights, sums = run.counts.total * widths.weights, parameters * 4 if main and accumulates_in_fp32(run) else 0
     return PersistentState(
-        weights=run.sharded(weights) if shards_weights else weights,
+        weights=run.sharded(weights) if shards_weights else weights + _fp8_casts(run),
         main_weights=0 if on_host else run.sharded(parameters * main),
         optimizer=0 if on_host else state,
         ema=0 if run.ema_on_host else ema,
@@ -94,6 +94,26 @@ def persistent_state(run: RunInputs) -> PersistentState:
         workspace=_workspace(run),
         on_host=(run.sharded(parameters * main) + state) if on_host else 0,
         ema_on_host=ema if run.ema_on_host else 0,
+    )
+
+
+def _fp8_casts(run: RunInputs) -> int:
+    """Bytes of the casts of weights, one in each layout, if they are kept."""
+    if not run.run.keeps_fp8_casts:
+        return 0
+    return 2 * sum(
+        matrix.numel
+        for stack in run.stacks
+        for fp8, experts in zip(
+            stack.stack.fp8.layers if stack.stack.fp8 else (),
+            stack.stack.moe.layers if stack.stack.moe else (False,) * stack.stack.num_layers,
+            strict=False,
+        )
+        if fp8
+        for matrix in layer_weights(
+            stack.stack, stack.cross, has_experts=experts, expert_ranks=run.mesh.expert
+        ).matrices
+        if matrix.inputs != "expert rows" and matrix.name != "router"
     )
 
 

@@ -1,0 +1,156 @@
+"""Matrices of a run that multiply in fp8 in training, with recipe and kernel, and why the others do not; no device is
+needed.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ..config.resolved_run import resolve_run
+from ..config.schema.root import RootBlock
+from ..device.attention_software import run_flags
+from ..utils.errors import UserError
+from .attention_report import ARCHITECTURES, this_machine
+
+if TYPE_CHECKING:
+    from torch import nn
+
+_NUMBER = re.compile(r"\.layers\.(\d+)\.")
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8Matrix:
+    """One matrix of some layers of a stack.
+
+    Attributes:
+        name: of the parameter, with `*` for the number of the layer.
+        layers: numbers of the layers; empty outside of layers.
+        is_fp8: it multiplies in fp8 in training.
+        how: recipe and kernel, or why it does not.
+    """
+
+    name: str
+    layers: tuple[int, ...]
+    is_fp8: bool
+    how: str
+
+    def __str__(self) -> str:
+        where = f"  layers {_ranges(self.layers)}" if self.layers else ""
+        return f"  {'fp8 ' if self.is_fp8 else 'no  '} {self.name}{where}: {self.how}"
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8Report:
+    """fp8 of a run.
+
+    Attributes:
+        where: the device.
+        problem: why the run does not start there; empty if it does.
+        matrices: all that multiply activations, and embeddings.
+    """
+
+    where: str
+    problem: str
+    matrices: tuple[Fp8Matrix, ...]
+
+    def __str__(self) -> str:
+        problem = [self.problem] if self.problem else []
+        return "\n".join([f"fp8 in training {self.where}", *problem, *map(str, self.matrices)])
+
+
+def explain_fp8(root: RootBlock, arch: str | None = None) -> Fp8Report:
+    """Say which matrices of a run multiply in fp8.
+
+    Args:
+        root: the configuration.
+        arch: a name in `ARCHITECTURES`, whose device need not be present; None: the device of the configuration.
+
+    Raises:
+        UserError: there is no such device, or the model cannot be built.
+    """
+    import torch
+
+    from ...models.build import build_model
+    from ...models.config.fp8 import check_fp8
+
+    if arch is None:
+        device, capability, _, _ = this_machine(root.trainer)
+        where = "on this machine"
+    else:
+        capability = ARCHITECTURES[arch]
+        device, where = "cpu" if capability is None else "cuda", f"on {arch}"
+    run, problem = resolve_run(root, capability=capability), ""
+    recipes = [stack.fp8 for stack in run.family.stacks if stack.fp8 is not None]
+    try:
+        model = build_model(
+            run.model,
+            vocab_size=run.model.override_vocab_size or 1,
+            device="meta",
+            dtype=torch.bfloat16,
+            flags=run_flags(run),
+            micro_batch_size=run.model.micro_batch_size,
+            batch_spec=run.batch_spec,
+            peft=run.peft,
+        )
+    except ValueError as error:
+        raise UserError(str(error)) from None
+    try:
+        for recipe in recipes:
+            check_fp8(recipe, device, capability, run.precision.compute)
+    except ValueError as error:
+        problem = str(error)
+    kernel = "emulated, slowly" if device == "cpu" else "torch's scaled matmul (cuBLAS)"
+    how = f"{recipes[0].description}, {kernel}" if recipes else ""
+    return Fp8Report(where, problem, tuple(_matrices(model, how)))
+
+
+def _matrices(model: nn.Module, how: str) -> list[Fp8Matrix]:
+    from ...models.fp8 import fp8_layers
+
+    in_fp8, found = fp8_layers(model), dict[tuple[str, bool, str], list[int]]()
+    for name, module in model.named_modules():
+        reason = _why_not(name, module, on=bool(how))
+        if name in in_fp8:
+            reason = how
+        if reason:
+            number = _NUMBER.search(f".{name}")
+            pattern = _NUMBER.sub(".layers.*.", f".{name}").removeprefix(".")
+            found.setdefault((pattern, name in in_fp8, reason), []).extend([int(number[1])] if number else [])
+    return [Fp8Matrix(name, tuple(layers), is_fp8, why) for (name, is_fp8, why), layers in found.items()]
+
+
+def _why_not(name: str, module: nn.Module, *, on: bool) -> str:
+    """Return why a module that multiplies does not do so in fp8; empty for one that does not multiply."""
+    from torch import nn
+
+    from ...models.moe.experts import Experts
+    from ...models.moe.router import Router
+
+    if isinstance(module, nn.Embedding):
+        return "an embedding is a table"
+    if not isinstance(module, nn.Linear | Experts | Router):
+        return ""
+    if not on:
+        return "`model.fp8` is off"
+    if isinstance(module, Router):
+        return "a router is small, and chooses by its scores"
+    if isinstance(module, Experts):
+        return "the matrices of experts multiply in the run's precision"
+    if ".layers." not in f".{name}":
+        return "the head and what belongs to it need the precision"
+    if "adapter" in name or "prompt" in name:
+        return "adapters are small"
+    return "`model.first_last_layers_bf16`"
+
+
+def _ranges(numbers: tuple[int, ...]) -> str:
+    """Return ascending numbers as `0-3, 6`."""
+    parts: list[list[int]] = []
+    for number in numbers:
+        if parts and parts[-1][-1] == number - 1:
+            parts[-1].append(number)
+        else:
+            parts.append([number])
+    return ", ".join(f"{part[0]}-{part[-1]}" if len(part) > 1 else str(part[0]) for part in parts)
