@@ -1,0 +1,121 @@
+"""Training loss of a 125 M model in fp8 and fp16 beside bf16: same initial weights, same samples, 2,000 steps each.
+
+    python scripts/bench/fp8_loss.py [--steps 2000] [--only bf16 tensorwise ...] [--seconds 570]
+        [--results docs/results/fp8_loss.jsonl]
+    python scripts/bench/fp8_loss.py --report docs/results/fp8_loss.jsonl
+
+The text is the standard library of the running Python, in bytes (`data=pystd`), so that no network is needed. The gap
+of a run is that of its mean loss over the last tenth of the steps, relative to bf16's over the same samples; `largest`
+is the largest such gap over any tenth after the first. `bf16 other kernels` is bf16 with another attention backend: how
+far runs drift apart by rounding alone. A run of the same steps that is in the results file is not run again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+MODEL = [
+    *("model=gpt_125m", "data=pystd", "trainer=gpu", "model.encoder_seq_length=1024"),
+    *("model.micro_batch_size=8", "model.global_batch_size=8", "model.optim.lr=6e-4"),
+    *("model.optim.sched.warmup_steps=100", "trainer.limit_val_batches=0", "trainer.log_every_n_steps=1"),
+    *("exp_manager.create_checkpoint_callback=false", "exp_manager.create_report=false"),
+    *("exp_manager.create_tensorboard_logger=false", "trainer.enable_progress_bar=false"),
+]
+FP8 = ["trainer.precision=bf16", "model.fp8=true"]
+RUNS = {
+    "bf16": ["trainer.precision=bf16"],
+    "tensorwise": [*FP8, "model.fp8_recipe=tensorwise"],
+    "rowwise": [*FP8, "model.fp8_recipe=rowwise"],
+    "blockwise": [*FP8, "model.fp8_recipe=blockwise"],
+    "fp16": ["trainer.precision=16", "model.native_amp_init_scale=65536"],
+    "bf16 other kernels": ["trainer.precision=bf16", "model.attention_backend=triton"],
+    "tensorwise e4m3": [*FP8, "model.fp8_recipe=tensorwise", "model.fp8_e4m3=true"],
+}
+PARTS = 10
+"""Windows of steps whose mean losses are compared."""
+
+
+def train(name: str, steps: int, overrides: list[str], until: float) -> dict[str, Any]:
+    """Train in a process of its own; return its losses, or why it failed."""
+    with tempfile.TemporaryDirectory() as directory:
+        more = [f"trainer.max_steps={steps}", f"model.optim.sched.max_steps={steps}"]
+        command = [sys.executable, "-m", "stoker", "train", *MODEL, *RUNS[name], *more, *overrides]
+        command.append(f"exp_manager.explicit_log_dir={directory}/run")
+        started = time.monotonic()
+        try:
+            done = subprocess.run(
+                command, capture_output=True, text=True, timeout=max(1.0, until - started), check=False
+            )
+        except subprocess.TimeoutExpired:
+            return {"run": name, "steps": steps, "failed": "not done in time"}
+        if done.returncode:
+            reason = (done.stderr.strip() or done.stdout.strip()).splitlines()[-3:]
+            return {"run": name, "steps": steps, "failed": " / ".join(reason)[:300]}
+        lines = [json.loads(line) for line in (Path(directory) / "run" / "metrics.jsonl").read_text().splitlines()]
+        log = (Path(directory) / "run" / "run.log").read_text()
+    device = log.partition("device ")[2].partition(",")[0].splitlines()[0]
+    losses = [line["loss"] for line in lines if "loss" in line]
+    skipped = max((line.get("skipped_steps", 0) for line in lines), default=0)
+    row = {"run": name, "steps": steps, "device": device, "losses": losses, "skipped_steps": skipped}
+    return row | {"seconds": round(time.monotonic() - started, 1)}
+
+
+def gaps(losses: list[float], base: list[float]) -> tuple[float, float]:
+    """Return the relative gap of the mean loss over the last part, and the largest one over any but the first."""
+    found: list[float] = []
+    edges = [len(base) * part // PARTS for part in range(PARTS + 1)]
+    for start, end in pairwise(edges[1:]):
+        found.append(sum(losses[start:end]) / sum(base[start:end]) - 1)
+    return found[-1], max(found, key=abs)
+
+
+def report(rows: list[dict[str, Any]]) -> None:
+    """Print a table of the gaps."""
+    base = next((row["losses"] for row in rows if row["run"] == "bf16" and "losses" in row), None)
+    print("| run | loss, last tenth | gap | largest gap | skipped steps | seconds | device |")
+    print("|---|---|---|---|---|---|---|")
+    for row in rows:
+        if "losses" not in row:
+            print(f"| {row['run']} | {row['failed']} | | | | | |")
+            continue
+        last = row["losses"][len(row["losses"]) * (PARTS - 1) // PARTS :]
+        shown = ["", ""] if base is None else [f"{100 * gap:+.3f} %" for gap in gaps(row["losses"], base)]
+        cells = row["run"], f"{sum(last) / len(last):.4f}", *shown, row["skipped_steps"], row["seconds"], row["device"]
+        print("| " + " | ".join(map(str, cells)) + " |", flush=True)
+
+
+def main() -> None:
+    """Run what is missing in the results file, and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--only", nargs="+", choices=RUNS, default=list(RUNS))
+    parser.add_argument("--seconds", type=float, default=570.0, help="start no run that would be cut off")
+    parser.add_argument("--results", type=Path, default=Path("docs/results/fp8_loss.jsonl"))
+    parser.add_argument("--report", type=Path, help="print the table of a results file only")
+    parser.add_argument("overrides", nargs="*", help="further keys, as for a trial on a CPU")
+    args = parser.parse_args()
+    path, until = args.report or args.results, time.monotonic() + args.seconds
+    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    done = {row["run"] for row in rows if row["steps"] == args.steps and "losses" in row}
+    for name in () if args.report else args.only:
+        if name in done or time.monotonic() > until:
+            continue
+        row = train(name, args.steps, args.overrides, until)
+        rows.append(row)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+        print(f"{name}: {row.get('failed', 'done')}", file=sys.stderr, flush=True)
+    report([row for row in rows if row["steps"] == args.steps])
+
+
+if __name__ == "__main__":
+    main()
