@@ -58,7 +58,7 @@ def reference_adamw_step(
     exp_avg_sqs: Sequence[Tensor],
     **options: Unpack[AdamWOptions],
 ) -> None:
-    """Reference in plain PyTorch: computed in the dtype of `main`, in torch.optim.AdamW's order of operations."""
+    """Reference in plain PyTorch: computed in the dtype of the moments, in torch.optim.AdamW's order of operations."""
     lr, beta1, beta2 = options["lr"], options["beta1"], options["beta2"]
     grad_scale, lr_scales = options["grad_scale"], options.get("lr_scales")
     if grad_scale < 0:
@@ -67,7 +67,8 @@ def reference_adamw_step(
     correction1 = 1 - beta1**step_number
     correction2_root = (1 - beta2**step_number) ** 0.5
     tensors = zip(params, main, grads, exp_avgs, exp_avg_sqs, strict=True)
-    for index, (param, weight, grad, exp_avg, exp_avg_sq) in enumerate(tensors):
+    for index, (param, target, grad, exp_avg, exp_avg_sq) in enumerate(tensors):
+        weight = target.to(exp_avg.dtype)
         scaled = grad.to(weight.dtype) * grad_scale.to(weight.dtype)
         weight.mul_(1 - lr * options["weight_decay"])
         exp_avg.lerp_(scaled, 1 - beta1)
@@ -76,7 +77,9 @@ def reference_adamw_step(
         if lr_scales is not None:
             denominator.div_(lr_scales[index].to(denominator.dtype))
         weight.addcdiv_(exp_avg, denominator, value=-lr / correction1)
-        if param is not weight:
+        if target is not weight:
+            target.copy_(weight)
+        if param is not target:
             param.copy_(weight)
 
 
@@ -207,8 +210,8 @@ def adamw_step(
         params: model weights, any float dtype, each contiguous.
         main: main weights that the update is computed on; `main[i] is params[i]` without a separate copy.
         grads: gradients, same shapes, any float dtype.
-        exp_avgs: first moments, dtype of `main`.
-        exp_avg_sqs: second moments, dtype of `main`.
+        exp_avgs: first moments, dtype of `main` or fp32.
+        exp_avg_sqs: second moments, of the same dtype.
         options: see `AdamWOptions`.
     """
     if not params:

@@ -88,7 +88,8 @@ class DenseStackKeys(PositionKeys):
     """Softcap of the attention scores, cap * tanh(score / cap) (Gemma 2); null: none."""
 
     apply_query_key_layer_scaling: bool = False
-    """An fp16 trick without mathematical effect; disabled with a warning in other precisions, as in NeMo."""
+    """Keeps scores from overflowing in fp16, without mathematical effect. Here they never do, as they are scaled in
+    fp32, so it changes nothing; disabled with a warning in other precisions, as in NeMo."""
     normalize_attention_scores: bool = True
     """Scale attention scores by 1/sqrt(head width); False: no scaling (Hugging Face T5)."""
     use_flash_attention: bool | None = None

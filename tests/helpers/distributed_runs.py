@@ -58,7 +58,7 @@ class DistributedRuns:
             ranks: number of ranks.
             changes: of `EXACT`, in the format of `tiny_run.tiny_document`; in addition `registers` is a module to
                 import first, `offloads` lets a CPU offload to fake host memory, `late` treats it as asynchronous to the
-                host, and `told` is a (rank, step) that receives SIGTERM.
+                host, `told` is a (rank, step) that receives SIGTERM, and `overflow` one whose gradients overflow.
         """
         directory = self.folder / name
         if not directory.exists():
@@ -112,6 +112,18 @@ def difference(checkpoint: Path, other: Path, kind: str) -> float:
 # ---------------------------------------------------------------- run in the ranks
 
 
+class Overflow(torch.autograd.Function):
+    """Identity with infinite gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor) -> Tensor:
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return torch.full_like(gradients[0], float("inf"))
+
+
 class UnevenTargets:
     """Samples with many ignored labels, so that ranks have very different numbers of targets, in one step even none.
 
@@ -152,7 +164,8 @@ def _train(directory: Path, ranks: Any, changes: dict[str, Any]) -> dict[str, An
         data = build_data(*arguments, **named)
         return replace(data, train=UnevenTargets(data.train))
 
-    sigterm_at = changes.pop("told", None)
+    sigterm_at, overflow_at = changes.pop("told", None), changes.pop("overflow", None)
+    scales: list[float] = []
 
     def record(module: Any, batch: Any, batch_idx: int) -> None:
         if sigterm_at == [ranks.rank, len(steps) + 1]:
@@ -169,7 +182,16 @@ def _train(directory: Path, ranks: Any, changes: dict[str, Any]) -> dict[str, An
             sums[number] = [zlib.crc32(row.tobytes()) for row in rows]
         steps.append(sums)
         targets.append(int(batch.num_targets))
+        overflows = overflow_at is not None and overflow_at[1] == len(steps)
+        state = {name: shard.local.clone() for name, shard in _state(module).items()} if overflows else {}
+        if overflow_at == [ranks.rank, len(steps)]:
+            loss, module.model._loss = module.model._loss, lambda *arguments: Overflow.apply(loss(*arguments))
         training_step(module, batch, batch_idx)
+        module.model.__dict__.pop("_loss", None)
+        for name, shard in _state(module).items() if overflows else ():
+            assert torch.equal(shard.local, state[name]), f"{name} has changed in a skipped step"
+        if module.unwrapped_optimizer.loss_scale is not None:
+            scales.append(module.unwrapped_optimizer.loss_scale.scale.item())
 
     if module := changes.pop("registers", None):
         importlib.import_module(module)
@@ -189,7 +211,14 @@ def _train(directory: Path, ranks: Any, changes: dict[str, Any]) -> dict[str, An
     values = [validation.loss, validation.tokens, validation.bytes] if validation else None
     keys = config.root.model
     model_ranks = keys.tensor_model_parallel_size * keys.context_parallel_size * keys.pipeline_model_parallel_size
-    return {"steps": steps, "targets": targets, "validation": values, "model_ranks": model_ranks}
+    return {"steps": steps, "targets": targets, "validation": values, "model_ranks": model_ranks, "scales": scales}
+
+
+def _state(module: Any) -> dict[str, Any]:
+    """Return the rank's shards of weights and optimizer state."""
+    from stoker.trainer.utils.local_shard import local_shards
+
+    return local_shards(module.model, dict(module.model.named_parameters())) | module.unwrapped_optimizer.local_shards()
 
 
 def _rank(directory: Path, size: int, rank: int, changes: dict[str, Any]) -> None:

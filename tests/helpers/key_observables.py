@@ -269,6 +269,10 @@ def stepped(harness: ConfigHarness, changes: Changes) -> Any:
     return {name: fingerprint(value) for name, value in model.named_parameters()}
 
 
+def loss_scales(harness: ConfigHarness, changes: Changes) -> Any:
+    return [line["loss_scale"] for line in harness.metrics(changes)]
+
+
 def learning_rates(harness: ConfigHarness, changes: Changes) -> Any:
     return [line["lr"] for line in harness.metrics(changes)]
 

@@ -10,6 +10,7 @@ import torch
 from forked_ranks import fork_ranks
 from pytorch_lightning.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
 from pytorch_lightning.loggers import CSVLogger
+from pytorch_lightning.plugins import MixedPrecision
 from pytorch_lightning.strategies import ModelParallelStrategy
 from tiers import extra, full_only
 from torch.utils.data import DataLoader
@@ -96,14 +97,21 @@ def test_every_family_trains_to_the_same_bits(tmp_path, family):
     assert same_bits(module, stoker_train(tmp_path, family=family, steps=2))
 
 
-@pytest.mark.parametrize("precision", ["bf16", "bf16-mixed", *extra("bf16-true", "64-true")])
+@pytest.mark.parametrize(
+    "precision", ["bf16", "bf16-mixed", "16-mixed", *extra("bf16-true", "64-true", "16", "16-true")]
+)
 def test_precisions_are_those_of_the_configuration(tmp_path, precision):
-    keys = (f"trainer.precision={precision}", "model.hidden_size=64")
-    argument = {} if precision == "bf16" else {"precision": precision}
-    module = fitted(configured(*keys, steps=2), steps=2, **argument)
-    assert same_bits(module, stoker_train(tmp_path, *keys, steps=2))
-    adopted = None if precision == "bf16" else fitted(configured("model.hidden_size=64", steps=2), steps=2, **argument)
-    assert adopted is None or same_bits(adopted, module.model.state_dict())
+    own = ("model.hidden_size=64", "model.native_amp_init_scale=1048576")
+    keys = (f"trainer.precision={precision}", *own)
+    argument: dict[str, Any] = {} if precision in ("bf16", "16") else {"precision": precision}
+    if precision == "16-mixed":  # for which a Trainer takes bf16-mixed on a CPU
+        argument = {"plugins": MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))}
+    module = fitted(configured(*keys, steps=5), steps=5, **argument)
+    assert same_bits(module, stoker_train(tmp_path, *keys, steps=5))
+    if precision.startswith("16"):
+        assert 0 < module._optimizer.step_count < 5, "no step was skipped, or all of them"
+    if argument:
+        assert same_bits(fitted(configured(*own, steps=5), steps=5, **argument), module.model.state_dict())
 
 
 def test_a_checkpoint_of_lightning_is_resumed_exactly(tmp_path):
@@ -152,7 +160,7 @@ def test_batches_of_a_loader_of_ones_own_have_their_own_mean():
         (["trainer.gradient_clip_val=1.0"], {"gradient_clip_val": 2.0}, "`trainer.gradient_clip_val` (1.0) and"),
         ([], {"accumulate_grad_batches": 3}, "`model.global_batch_size` (8) is 4 micro batches on each of 1"),
         (["trainer.precision=64"], {"precision": "bf16-mixed"}, "set trainer.precision=bf16-mixed"),
-        ([], {"precision": "16-true"}, "Trainer(precision='16-true') is not supported"),
+        (["trainer.precision=16"], {"precision": "16-true"}, "set trainer.precision=16-true"),
         ([], {"gradient_clip_val": 1.0, "gradient_clip_algorithm": "value"}, "use 'norm'"),
         (["model.rampup_batch_size=[2,2,8]"], {}, "`model.rampup_batch_size` ([2, 2, 8]) needs"),
         (["exp_manager.ema.enable=True"], {}, "`exp_manager.ema.enable` (True) needs the loop of stoker"),
@@ -167,7 +175,7 @@ def test_contradictions_are_refused(keys, arguments, says):
 
 def test_all_contradictions_are_told_at_once_and_unused_keys_warned_of():
     with pytest.raises(stoker.UserError) as error:
-        fitted(configured("exp_manager.ema.enable=True"), steps=3, precision="16-true")
+        fitted(configured("exp_manager.ema.enable=True", "trainer.precision=16"), steps=3, precision="16-true")
     assert len(error.value.lines) == 3
     with pytest.warns(UserWarning, match=r"act in `stoker train` only.*: exp_manager\.exp_dir, trainer\.max_time"):
         fitted(configured("exp_manager.exp_dir=x", "trainer.max_time=00:01:00:00", "trainer.log_every_n_steps=50"))

@@ -81,14 +81,6 @@ def test_values_that_are_not_taken(path: str, value: Any, state: KeyState) -> No
     assert path in problem.fix
 
 
-@looped("value", ["16", "'16'", "16-mixed", "fp16", "float16"])
-def test_a_precision_that_is_not_there_yet_names_the_one_to_use(value: str) -> None:
-    problem = problems(f"trainer.precision={value}")["trainer.precision"]
-    assert problem.rule.startswith("not yet: ")
-    assert problem.rule.endswith("; use bf16")
-    assert problem.fix == "trainer.precision=bf16"
-
-
 @looped("value", ["8", "fp8", "transformer-engine"])
 def test_fp8_is_no_precision_of_the_trainer(value: str) -> None:
     problem = problems(f"trainer.precision={value}")["trainer.precision"]

@@ -70,6 +70,7 @@ from key_observables import (
     logged_names,
     logits,
     logs_early_stopping,
+    loss_scales,
     norm_weight,
     num_target_labels,
     optimizer_groups,
@@ -122,6 +123,7 @@ class Row:
 
 
 FP8: Changes = {MODEL + "fp8": True, MODEL + "num_layers": 3}
+FP16 = {TRAINER + "precision": 16, TRAINER + "max_steps": 3}
 ROWS = [
     Row(RECOMPUTE + "granularity", None, kept, WHOLE, before="full"),
     Row(RECOMPUTE + "num_layers", 2, kept, WHOLE, before=1),
@@ -275,6 +277,9 @@ ROWS = [
     Row(MODEL + "first_last_layers_bf16", True, gradients, FP8),
     Row(MODEL + "num_layers_at_start_in_bf16", 0, gradients, {**FP8, MODEL + "first_last_layers_bf16": True}),
     Row(MODEL + "num_layers_at_end_in_bf16", 0, gradients, {**FP8, MODEL + "first_last_layers_bf16": True}),
+    Row(MODEL + "native_amp_init_scale", 64, loss_scales, FP16, before=1024),
+    Row(MODEL + "native_amp_growth_interval", 2, loss_scales, FP16 | {MODEL + "native_amp_init_scale": 1024}),
+    Row(MODEL + "hysteresis", 1, loss_scales, FP16),
     Row(MODEL + "do_layer_norm_weight_decay", True, optimizer_groups),
     Row(DATA + "splits_string", "500,250,250", data, TEXT),
     Row(DATA + "eod_mask_loss", True, num_target_labels, {MODEL + "encoder_seq_length": 4}),

@@ -81,7 +81,7 @@ VALUES = {
     "model.fsdp_grad_reduce_dtype": Values(gradient_reduce_dtype, {"32": 32, "fp32": 32}),
     TRAINER + "precision": Values(
         arithmetic,
-        {"64": 64, "64-true": 64, "32": 32, "32-true": 32, "bf16-mixed": "bf16"},
+        {"64": 64, "64-true": 64, "32": 32, "32-true": 32, "bf16-mixed": "bf16", "16": 16, "16-mixed": 16},
         {MODEL + "megatron_amp_O2": False},
     ),
     CALLBACK + "monitor": Values(checkpoint_metric, OTHER_NAMES),
@@ -155,8 +155,8 @@ def test_no_other_value_is_accepted(key: str) -> None:
 
 
 def test_main_weights_set_bf16_apart(harness: ConfigHarness) -> None:
-    precisions = ("bf16", "bf16-mixed", "bf16-true", 32)
-    assert len({arithmetic(harness, {TRAINER + "precision": precision}) for precision in precisions}) == 4
+    precisions = ("bf16", "bf16-mixed", "bf16-true", 16, "16-mixed", "16-true", 32)
+    assert len({arithmetic(harness, {TRAINER + "precision": precision}) for precision in precisions}) == 7
 
 
 def test_every_backend_of_a_cpu_gives_the_same_logits(harness: ConfigHarness) -> None:

@@ -21,7 +21,7 @@ from stoker.trainer.callbacks.profiler import PhaseTimer, ProfilerList
 from stoker.trainer.callbacks.reporting import StepReporter, ThroughputFactors
 from stoker.trainer.checkpoint.loop_state import LoopState
 from stoker.trainer.checkpoint.reader import find_checkpoint
-from stoker.trainer.lightning.lightning_module import LanguageModule
+from stoker.trainer.lightning.lightning_module import LanguageModule, StepMetrics
 from stoker.trainer.loggers.run_logger import RunLogger
 from stoker.trainer.loggers.step_report import StepReport
 from stoker.trainer.train import run_training
@@ -245,13 +245,13 @@ class Reported:
         rates = ThroughputFactors(tokens_per_sample=10, flops_per_token=1.0, peak_flops=None)
         self.step_reports = StepReporter(journal, policy, rates, lambda step: 3 * step, self.observers, None)
 
-    def read_metrics_async(self) -> Callable[[], list[tuple[float, float]]]:
+    def read_metrics_async(self) -> Callable[[], list[StepMetrics]]:
         sent = self.device.event()
         sent.record(None)
 
-        def values() -> list[tuple[float, float]]:
+        def values() -> list[StepMetrics]:
             sent.synchronize()
-            return [(1.0, 1.0)]
+            return [StepMetrics(1.0, 1.0)]
 
         return values
 

@@ -127,6 +127,10 @@ def test_dropout_masks_depend_on_seed_step_and_micro_batch_only():
         ("bf16", False, "fp32", False, "bf16"),
         ("bf16-mixed", True, "fp32", False, "bf16"),
         ("bf16-true", True, "bf16", False, None),
+        (16, True, "fp16", True, None),
+        ("16", False, "fp32", False, "fp16"),
+        ("16-mixed", True, "fp32", False, "fp16"),
+        ("16-true", True, "fp16", False, None),
         (32, True, "fp32", False, None),
         (None, True, "fp32", False, None),
     ],
@@ -152,8 +156,8 @@ def test_null_is_bf16_on_a_gpu_that_has_it(capability, weights):
     ids=["main weights", "pure", "autocast"],
 )
 def test_bf16_trains_close_to_fp32(plan):
-    losses = [loss for loss, _ in trained(4, steps=6, dtype=torch.float32).read_metrics()]
-    ours = [loss for loss, _ in trained(4, steps=6, **plan).read_metrics()]
+    losses = [loss for loss, *_ in trained(4, steps=6, dtype=torch.float32).read_metrics()]
+    ours = [loss for loss, *_ in trained(4, steps=6, **plan).read_metrics()]
     assert ours == pytest.approx(losses, rel=5e-3)
     assert ours != losses
 

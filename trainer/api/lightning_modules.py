@@ -47,8 +47,8 @@ class TransformerModule(pl.LightningModule):
     [B, S] with -100 at ignored labels, and S the sequence length of the configuration. Those of `TokenDataModule` also
     hold the number of targets of their global batch; the loss of any other is its own mean.
 
-    Training logs `loss`, of each global batch, and `grad_norm`; validation `val_loss` and test `test_loss`, the mean
-    over all targets, and likewise each of `trainer.validation_metrics`.
+    Training logs `loss`, of each global batch, `grad_norm`, and in fp16 `loss_scale`; validation `val_loss` and test
+    `test_loss`, the mean over all targets, and likewise each of `trainer.validation_metrics`.
 
     Args:
         config: from `stoker.load_config`; or its document, as checkpoints of Lightning's have it.
@@ -86,6 +86,7 @@ class TransformerModule(pl.LightningModule):
         self._micro_batches = 1
         self._real_vocab_size = 0
         self._loss: Tensor | None = None
+        self._loss_scale: Tensor | None = None
 
     @property
     def run(self) -> ResolvedRun:
@@ -116,6 +117,8 @@ class TransformerModule(pl.LightningModule):
             device, self._run = trainer.strategy.root_device, resolve_for_trainer(self.config, trainer)
             warn_of_unused_keys(self.config, trainer)
             self._micro_batches = set_accumulation(self._run, trainer)
+            if self._run.precision.scales_loss and hasattr(trainer.precision_plugin, "scaler"):
+                trainer.precision_plugin.scaler = None  # the optimizer has a loss scale of its own
             if isinstance(trainer.strategy, ModelParallelStrategy):
                 _check_saved_state(trainer)
                 self._mesh = build_mesh(self._run.mesh, None, ranks_of(trainer))
@@ -161,8 +164,9 @@ class TransformerModule(pl.LightningModule):
             targets = (labels != IGNORE_INDEX).sum()
             shares = self._averaging_ranks / self._data_ranks.world_size
         seed_generators(micro_batch_seed(self.run.model.seed, step, number), labels.device)
+        targets = targets.clamp(min=1).to(torch.float32)
         with _default_dtype(torch.float32), autocast_context(self.run.precision, labels.device):
-            loss = self.model.batch_loss(fields, targets.clamp(min=1).to(torch.float32))
+            loss = self.model.batch_loss(fields, targets if self._loss_scale is None else targets / self._loss_scale)
         part = loss.detach() if "num_targets" in batch else loss.detach() / self._micro_batches
         self._loss = part if self._loss is None or index == 0 else self._loss + part
         return loss if shares == 1 else loss * shares
@@ -194,7 +198,10 @@ class TransformerModule(pl.LightningModule):
         if self._expert_balancer is not None and norm is not None:
             self._expert_balancer.after_update(norm)
         assert self._loss is not None
-        shares, self._loss = self._loss.float(), None
+        shares, scale, self._loss = self._loss.float(), self._loss_scale, None
+        if scale is not None:
+            shares = shares / scale
+            self.log("loss_scale", scale, batch_size=1)
         self.log("loss", self._sum_over_ranks(shares), prog_bar=True, batch_size=1)
         if norm is not None:
             self.log("grad_norm", norm.float(), batch_size=1)
@@ -254,8 +261,10 @@ class TransformerModule(pl.LightningModule):
         return fields
 
     def _start_step(self, step: int) -> None:
+        scale = self._optimizer.loss_scale
+        self._loss_scale = None if scale is None else scale.scale
         if self._expert_balancer is not None:
-            self._expert_balancer.before_step(step)
+            self._expert_balancer.before_step(step, self._loss_scale)
         if self._data_parallel is not None:
             self._data_parallel.before_step(self._micro_batches)
 

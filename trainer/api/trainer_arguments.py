@@ -21,7 +21,9 @@ from ..device.choose_device import compute_capability
 from ..lightning.lightning_imports import pl
 from ..utils.errors import UserError
 
-_PRECISIONS = {"32-true": "32", "64-true": "64", "bf16-mixed": "bf16-mixed", "bf16-true": "bf16-true"}
+_PRECISIONS = {"32-true": "32", "64-true": "64"} | {
+    name: name for name in ("bf16-mixed", "bf16-true", "16-mixed", "16-true")
+}
 """`trainer.precision` for each supported `Trainer(precision=)`."""
 _ACTING = ("devices", "num_nodes", "precision", "max_steps", "gradient_clip_val", "limit_val_batches")
 """Keys of `trainer` that act with a `pl.Trainer`."""
@@ -110,9 +112,7 @@ def _precision(config: RunConfig, trainer: pl.Trainer, problems: list[str]) -> A
     """Return `trainer.precision` for a trainer."""
     value, argument = config.root.trainer.precision, str(trainer.precision)
     if argument not in _PRECISIONS:
-        problems.append(
-            f"Trainer(precision={argument!r}) is not supported; use 32-true, bf16-mixed, bf16-true or 64-true"
-        )
+        problems.append(f"Trainer(precision={argument!r}) is not supported; use {', '.join(_PRECISIONS)}")
         return value
     if value is None and argument == "32-true" and trainer.strategy.root_device.type == "cuda":
         rank_zero_warn(

@@ -2,6 +2,9 @@
 
 The optimizer skips a step whose gradients are not finite, on the device, without a host sync. Such steps are copied
 here when the metrics are read. Loss and norm are global over all ranks, so every rank gets the same results.
+
+In fp16 a finite loss with infinite gradients is an overflow, which the loss scale is there for: such steps do not count
+towards `max_skipped_steps`, unless the scale cannot fall any further.
 """
 
 from __future__ import annotations
@@ -12,6 +15,8 @@ from collections import deque
 from collections.abc import Sequence
 
 from ..checkpoint.loop_state import LoopState
+from ..lightning.lightning_module import StepMetrics
+from ..optim.loss_scale import MIN_SCALE
 
 NUM_RECENT_LOSSES = 10
 """Number of latest losses whose median is tested: one bad batch is noise, a loss that stays high is not."""
@@ -54,23 +59,35 @@ class LossMonitor:
         self.skipped_steps = state.skipped_steps
         self.consecutive_skipped_steps = state.skipped_in_a_row
 
-    def update(self, first_step: int, values: list[tuple[float, float]]) -> list[str]:
+    def update(self, first_step: int, values: Sequence[StepMetrics | tuple[float, float]]) -> list[str]:
         """Process the metrics of the steps since the last call.
 
         Args:
             first_step: number of the first of these steps.
-            values: loss (nats per token) and gradient norm of each step.
+            values: metrics of each step.
 
         Returns:
             Warnings, one line each.
 
         Raises:
-            DivergedError: more than `max_skipped_steps` steps in a row were not finite.
+            DivergedError: more than `max_skipped_steps` steps in a row were not finite, or gradients overflow whatever
+                the loss scale.
         """
         warnings: list[str] = []
         skipped: list[int] = []
-        for step, (loss, grad_norm) in enumerate(values, first_step):
-            if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+        overflows: list[int] = []
+        scale = None
+        for step, metrics in enumerate(values, first_step):
+            loss, grad_norm, scale = StepMetrics(*metrics)
+            if scale is not None and math.isfinite(loss) and not math.isfinite(grad_norm):
+                self.skipped_steps += 1
+                overflows.append(step)
+                if scale <= MIN_SCALE:
+                    raise DivergedError(
+                        f"training diverged at step {step}: gradients overflow in fp16 even with the smallest loss "
+                        f"scale ({MIN_SCALE:g})"
+                    )
+            elif not (math.isfinite(loss) and math.isfinite(grad_norm)):
                 skipped.append(step)
                 self.skipped_steps += 1
                 self.consecutive_skipped_steps += 1
@@ -84,9 +101,10 @@ class LossMonitor:
             if step % _SPIKE_INTERVAL == 0 and (warning := self._check_spike(step)):
                 warnings.append(warning)
         if skipped:
-            loss, grad_norm = values[skipped[0] - first_step]
-            steps = f"step {skipped[0]} was" if len(skipped) == 1 else f"{len(skipped)} steps from {skipped[0]} on were"
-            warnings.insert(0, f"{steps} skipped: loss {loss}, gradient norm {grad_norm}")
+            loss, grad_norm, *_ = values[skipped[0] - first_step]
+            warnings.insert(0, f"{_skipped(skipped)}: loss {loss}, gradient norm {grad_norm}")
+        if overflows:
+            warnings.insert(0, f"{_skipped(overflows)}: gradients overflowed in fp16; the loss scale is now {scale:g}")
         return warnings
 
     def mean_loss(self, *, restart: bool) -> float:
@@ -133,6 +151,10 @@ class LossMonitor:
                 f"deviations above {baseline:.4f} before"
             )
         return None
+
+
+def _skipped(steps: list[int]) -> str:
+    return f"step {steps[0]} was skipped" if len(steps) == 1 else f"{len(steps)} steps from {steps[0]} on were skipped"
 
 
 def loss_deviation(losses: Sequence[float]) -> tuple[float, float, float] | None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from ..lightning.lightning_module import LanguageModule
+from ..lightning.lightning_module import LanguageModule, StepMetrics
 from ..loggers.run_logger import RunLogger
 from ..loggers.step_report import StepReport
 from ..utils.async_host_copy import DeviceTimestamp
@@ -43,7 +43,7 @@ class _PendingReport:
     restart: bool
     lr: float
     memory_gib: float | None
-    values: Callable[[], list[tuple[float, float]]]
+    values: Callable[[], list[StepMetrics]]
     experts: Callable[[], Mapping[str, float]]
     timestamp: DeviceTimestamp
 
@@ -136,7 +136,7 @@ class StepReporter:
         step, values = pending.step, pending.values()
         for warning in self.monitor.update(step - len(values) + 1, values):
             self.logger.log(f"warning: {warning}")
-        loss, grad_norm = self.monitor.mean_loss(restart=pending.restart), values[-1][1]
+        loss, grad_norm = self.monitor.mean_loss(restart=pending.restart), values[-1].grad_norm
         seconds, tokens_per_second = None, None
         if self._window is not None:
             elapsed = pending.timestamp.seconds_since(self._window.start)
@@ -152,6 +152,7 @@ class StepReporter:
                 lr=pending.lr,
                 consumed_samples=self.consumed_samples(step),
                 skipped_steps=self.monitor.skipped_steps,
+                loss_scale=values[-1].loss_scale,
                 step_seconds=seconds,
                 tokens_per_second=tokens_per_second,
                 mfu=tokens_per_second * self.throughput.flops_per_token / peak if tokens_per_second and peak else None,

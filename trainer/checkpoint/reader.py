@@ -38,6 +38,7 @@ from ...models.parallel.partition import names_elsewhere
 from ...models.peft.added_parameters import peft_parameter_names
 from ...models.peft.apply import trainable_parameters
 from ..optim.base_optimizer import Optimizer
+from ..optim.loss_scale import LossScaleState
 from ..utils.errors import UserError
 from ..utils.local_shard import LocalShard, local_shards
 from ..utils.progress import Progress
@@ -69,6 +70,8 @@ class RunState(ConfigBlock):
     """Completed optimizer steps."""
     updates: Annotated[int, Field(ge=0)] | None = None
     """Steps that were not skipped; None in checkpoints of versions that counted skipped steps too."""
+    loss_scale: LossScaleState | None = None
+    """Loss scale of the next step, in fp16."""
     consumed_samples: int = Field(ge=0)
     """Samples consumed so far; the position in the training data."""
     val_loss: float | None = None
@@ -221,6 +224,8 @@ class Checkpoint:
         """
         optimizer.load_shards(self._optimizer_specs, lambda shards: self._fill(OPTIMIZER, shards, elsewhere))
         optimizer.step_count = self.state.step if self.state.updates is None else self.state.updates
+        if optimizer.loss_scale is not None and self.state.loss_scale is not None:
+            optimizer.loss_scale.load(self.state.loss_scale)
 
     def _optimizer_specs(self) -> Mapping[str, TensorSpec]:
         with open_full_tensors(self._tensor_files(OPTIMIZER)) as saved:

@@ -27,6 +27,16 @@ class RunPrecision:
     autocast: DType | None = None
 
     @property
+    def scales_loss(self) -> bool:
+        """True if the loss is scaled, since small gradients underflow in fp16."""
+        return self.compute == "fp16"
+
+    @property
+    def state_itemsize(self) -> int:
+        """Bytes of a moment of a weight: fp32 with main weights, and for fp16 weights, or as the weight."""
+        return 4 if self.main_weights or self.weights == "fp16" else self.weights_itemsize
+
+    @property
     def compute(self) -> DType:
         """Dtype of arithmetic."""
         return self.autocast or self.weights
@@ -68,6 +78,12 @@ def resolve_precision(
             return RunPrecision("fp32 weights, bf16 autocast", "fp32", autocast="bf16")
         case "bf16-true":
             return RunPrecision("bf16 weights and optimizer state", "bf16")
+        case "16" if megatron_amp_O2:
+            return RunPrecision("fp16 weights, fp32 main weights, dynamic loss scale", "fp16", main_weights=True)
+        case "16" | "16-mixed":
+            return RunPrecision("fp32 weights, fp16 autocast, dynamic loss scale", "fp32", autocast="fp16")
+        case "16-true":
+            return RunPrecision("fp16 weights, fp32 optimizer state, dynamic loss scale", "fp16")
         case "64" | "64-true":
             return RunPrecision("fp64", "fp64")
         case _:

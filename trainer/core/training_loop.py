@@ -301,6 +301,7 @@ def _build_save(
             update={
                 "step": step,
                 "updates": state.optimizer.step_count,
+                "loss_scale": None if state.optimizer.loss_scale is None else state.optimizer.loss_scale.state(),
                 "consumed_samples": schedule.consumed_samples(step),
                 "val_loss": metrics.get("val_loss"),
                 "metrics": {name: value for name, value in metrics.items() if name != "val_loss"},

@@ -30,6 +30,7 @@ from ..evaluation.own_functions import own_functions
 from ..optim import optimizer_factory
 from ..optim.base_optimizer import Optimizer
 from ..optim.ema import EMA
+from ..optim.loss_scale import LossScale
 from ..utils.errors import UserError
 from ..utils.text import pluralize
 from .resume import check_resume_compatibility, initial_run_state, load_resumed_weights
@@ -212,10 +213,19 @@ def build_optimizer(
         model.named_parameters(),
         main_weights=run.precision.main_weights,
         clip_norm=run.trainer.gradient_clip_val,
+        loss_scale=build_loss_scale(run, next(model.parameters()).device),
         host=optimizer_factory.host_copy_engine(run.model, next(model.parameters()).device),
         parts=partitions_of(model),
         **collectives,
     )
+
+
+def build_loss_scale(run: ResolvedRun, device: torch.device) -> LossScale | None:
+    """Build the loss scale of `model.native_amp_*`; None except in fp16."""
+    if not run.precision.scales_loss:
+        return None
+    keys = run.model
+    return LossScale(keys.native_amp_init_scale, keys.native_amp_growth_interval, keys.hysteresis, device)
 
 
 def build_ema(

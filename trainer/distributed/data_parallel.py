@@ -135,8 +135,8 @@ def backward_passes(model: LanguageModel) -> dict[nn.Parameter, int]:
 
 
 def grad_reduce_dtype(keys: AnyModelBlock, weights: torch.dtype) -> torch.dtype | None:
-    """Return the gradient reduction dtype for bf16 weights; None (no cast) for other weights."""
-    if weights != torch.bfloat16:
+    """Return the gradient reduction dtype for 16-bit weights; None (no cast) for other weights."""
+    if weights.itemsize != 2:
         return None
     return torch.bfloat16 if keys.fsdp_grad_reduce_dtype == "bf16" else torch.float32
 

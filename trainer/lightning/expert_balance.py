@@ -55,11 +55,13 @@ class ExpertBalancer:
             self._biased.setdefault((len(layer.router.weight), rate), []).append(layer)
 
     @torch.no_grad()
-    def before_step(self, step: int) -> None:
-        """Set the router loss scale of the layers for the step after `step` completed ones."""
+    def before_step(self, step: int, loss_scale: Tensor | None = None) -> None:
+        """Set the router loss scale of the layers for the step after `step` completed ones, times `loss_scale`."""
         shares = _of("loss_share", self._layers)
         torch._foreach_zero_(shares)  # pyright: ignore[reportPrivateImportUsage]
         torch._foreach_add_(shares, 1.0 / self._micro_batches(step))  # pyright: ignore[reportPrivateImportUsage]
+        if loss_scale is not None:
+            torch._foreach_mul_(shares, loss_scale)  # pyright: ignore[reportPrivateImportUsage]
 
     @torch.no_grad()
     def after_update(self, grad_norm: Tensor) -> None:

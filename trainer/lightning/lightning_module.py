@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,20 @@ from ..utils.async_host_copy import AsyncHostCopy
 from .cuda_graph import Fields, RunMicroBatch
 from .expert_balance import ExpertBalancer
 from .lightning_imports import pl
+
+
+class StepMetrics(NamedTuple):
+    """Metrics of a step.
+
+    Attributes:
+        loss: loss of the global batch, nats per token.
+        grad_norm: gradient norm before clipping; not finite in a skipped step.
+        loss_scale: loss scale of the step; None except in fp16.
+    """
+
+    loss: float
+    grad_norm: float
+    loss_scale: float | None = None
 
 
 class LanguageModule(pl.LightningModule):
@@ -57,7 +71,7 @@ class LanguageModule(pl.LightningModule):
         unwrapped_optimizer: the unwrapped optimizer; Lightning wraps it.
         step: completed optimizer steps.
         lr: learning rate of the last step.
-        pending_metrics: loss and gradient norm of each step since the last read, as device tensors.
+        pending_metrics: loss, gradient norm and in fp16 loss scale of each step since the last read, as device tensors.
     """
 
     def __init__(
@@ -103,7 +117,7 @@ class LanguageModule(pl.LightningModule):
         self._fp8_layers = list(fp8_layers)
         self._weight_offloads = find_weight_offloads(model)
         self.lr = schedule(step)
-        self.pending_metrics: list[tuple[Tensor, Tensor]] = []
+        self.pending_metrics: list[tuple[Tensor, ...]] = []
 
     def configure_optimizers(self) -> Optimizer:
         """Return the one optimizer, so that Lightning's global step counts global batches."""
@@ -123,8 +137,11 @@ class LanguageModule(pl.LightningModule):
         state = self.unwrapped_optimizer
         device = batch.labels.device
         targets = self.replicas.all_reduce_(batch.num_targets).clamp(min=1)
+        loss_scale = None if state.loss_scale is None else state.loss_scale.scale
+        if loss_scale is not None:  # the loss divides the gradient of the logits by this in fp32, before it is rounded
+            targets = targets / loss_scale
         if self.expert_balancer is not None:
-            self.expert_balancer.before_step(self.step)
+            self.expert_balancer.before_step(self.step, loss_scale)
         cast_fp8_weights(self._fp8_layers)
         losses: list[Tensor] = []
         if self.data_parallel is not None:
@@ -153,7 +170,11 @@ class LanguageModule(pl.LightningModule):
         assert state.grad_norm is not None
         if self.expert_balancer is not None:
             self.expert_balancer.after_update(state.grad_norm)
-        self.pending_metrics.append((losses[0] if len(losses) == 1 else torch.stack(losses).sum(), state.grad_norm))
+        loss = losses[0] if len(losses) == 1 else torch.stack(losses).sum()
+        if loss_scale is None:
+            self.pending_metrics.append((loss, state.grad_norm))
+        else:
+            self.pending_metrics.append((loss / loss_scale, state.grad_norm, loss_scale))
 
     def _loss_and_gradients(self, fields: Fields, targets: Tensor) -> Tensor:
         """Run forward and backward of one micro batch without a host sync; return its loss, accumulate into `.grad`."""
@@ -181,8 +202,8 @@ class LanguageModule(pl.LightningModule):
 
         return pipeline.step(len(batches), run) or [torch.zeros_like(targets)]
 
-    def read_metrics_async(self) -> Callable[[], list[tuple[float, float]]]:
-        """Start copying loss and gradient norm of the steps since the last call to the host, oldest first.
+    def read_metrics_async(self) -> Callable[[], list[StepMetrics]]:
+        """Start copying the metrics of the steps since the last call to the host, oldest first.
 
         Returns:
             A function that waits for the values and returns them: with `ExpertLoadMetrics.collect`, the only host sync.
@@ -190,14 +211,15 @@ class LanguageModule(pl.LightningModule):
         if not self.pending_metrics:
             return list
         # The loss is a partial sum of each data-parallel rank; the gradient norm is already global.
-        losses = self.losses.all_reduce_(torch.stack([loss.float() for loss, _ in self.pending_metrics]))
-        norms = torch.stack([norm.float() for _, norm in self.pending_metrics])
+        losses, *others = (
+            torch.stack(list(map(Tensor.float, each))) for each in zip(*self.pending_metrics, strict=True)
+        )
         self.pending_metrics.clear()
-        values = AsyncHostCopy(torch.stack([losses, norms]))
-        return lambda: list(zip(*values.get().tolist(), strict=True))
+        values = AsyncHostCopy(torch.stack([self.losses.all_reduce_(losses), *others]))
+        return lambda: [StepMetrics(*step) for step in zip(*values.get().tolist(), strict=True)]
 
-    def read_metrics(self) -> list[tuple[float, float]]:
-        """Return loss and gradient norm of the steps since the last call, oldest first; waits for the device."""
+    def read_metrics(self) -> list[StepMetrics]:
+        """Return the metrics of the steps since the last call, oldest first; waits for the device."""
         return self.read_metrics_async()()
 
 

@@ -17,6 +17,7 @@ class StepReport:
         lr: learning rate of the last step.
         consumed_samples: samples trained on since the start of training.
         skipped_steps: steps skipped since the start of training because gradients were not finite.
+        loss_scale: loss scale of the last step; None except in fp16.
         step_seconds: mean step time since the last report, without validation and checkpoints.
         tokens_per_second: throughput over the same time.
         mfu: model FLOPs over the dense bf16 peak of all devices of the run.
@@ -30,6 +31,7 @@ class StepReport:
     lr: float
     consumed_samples: int
     skipped_steps: int = 0
+    loss_scale: float | None = None
     step_seconds: float | None = None
     tokens_per_second: float | None = None
     mfu: float | None = None
@@ -38,6 +40,6 @@ class StepReport:
 
     def to_metrics(self) -> dict[str, float]:
         """Return the measured metrics by name."""
-        fields = ("loss", "grad_norm", "lr", "consumed_samples", "skipped_steps", "step_seconds", "tokens_per_second")
-        values = {name: getattr(self, name) for name in (*fields, "mfu", "memory_gib")}
+        fields = ("loss", "grad_norm", "lr", "consumed_samples", "skipped_steps", "loss_scale", "step_seconds")
+        values = {name: getattr(self, name) for name in (*fields, "tokens_per_second", "mfu", "memory_gib")}
         return {name: value for name, value in values.items() if value is not None} | dict(self.experts)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ...kernels.optim.adamw_kernel import adamw_step
 from ...models.parallel.partition import PartAxis, RankPart
 from ..utils.local_shard import LocalShard
-from .base_optimizer import Optimizer, ShardUpdate, arithmetic_dtype
+from .base_optimizer import Optimizer, ShardUpdate, arithmetic_dtype, zero_state
 
 MIN_RMS = 1e-3
 """Lower bound of the RMS of a weight for `scale_parameter`, as in Adafactor, so that zero weights are updated."""
@@ -55,7 +55,7 @@ class AdamW(Optimizer):
 
     def initial_state(self, name: str, main: Tensor, shape: tuple[int, ...]) -> dict[str, Tensor]:
         """Return the first and second moments, zero."""
-        return {"exp_avg": torch.zeros_like(main), "exp_avg_sq": torch.zeros_like(main)}
+        return {"exp_avg": zero_state(main), "exp_avg_sq": zero_state(main)}
 
     def is_elementwise(self, name: str, shape: tuple[int, ...]) -> bool:
         """Return True, unless `scale_parameter` needs the RMS of the weight."""

@@ -30,6 +30,7 @@ from ..utils.errors import UserError
 from ..utils.local_shard import LocalShard, ShardOf, local_shard, local_tensor, rank_and_world_size, whole_shard
 from ..utils.safetensors_io import TensorSpec
 from .host_state import HostState
+from .loss_scale import LossScale, LossScaleState
 from .state_buckets import BUCKET_BYTES, Bucket, StateShape, plan_buckets
 
 
@@ -63,7 +64,7 @@ class ShardUpdate(NamedTuple):
         name: name of the parameter.
         parameter: the parameter.
         weight: local part of the parameter.
-        gradient: local part of its gradient, unscaled; may be overwritten.
+        gradient: local part of its gradient, neither clipped nor divided by the loss scale; may be overwritten.
         state: local part of its state; `main` is the weight to update, and `weight` is a cast of it.
     """
 
@@ -89,6 +90,7 @@ class Optimizer(torch.optim.Optimizer):
         main_weights: keep an fp32 copy (main weight) of each parameter narrower than fp32, update that, and accumulate
             the gradients of several micro batches in fp32 (NeMo's `megatron_amp_O2`).
         clip_norm: clip the global gradient norm to this; None or 0: off.
+        loss_scale: factor of the loss in fp16, by which gradients are divided; None for 1.
         sum_over_shards: all-reduce (sum) of a tensor, in place, over the ranks with the other shards of the parameters.
         sum_over_expert_shards: the same for the shards of experts that ranks share.
         gather_rows: all-gather of a tensor sharded like a parameter: from the local rows and the total number of rows
@@ -124,6 +126,7 @@ class Optimizer(torch.optim.Optimizer):
         norms_decay: bool = False,
         main_weights: bool = False,
         clip_norm: float | None = None,
+        loss_scale: LossScale | None = None,
         sum_over_shards: Callable[[Tensor], Tensor] = no_reduce,
         sum_over_expert_shards: Callable[[Tensor], Tensor] = no_reduce,
         gather_rows: Callable[[Tensor, int], Tensor] = no_gather,
@@ -149,6 +152,7 @@ class Optimizer(torch.optim.Optimizer):
         super().__init__([g for g in groups.values() if g["params"]], defaults)
         self.main_weights = main_weights
         self.clip_norm = clip_norm
+        self.loss_scale = loss_scale
         self.sum_over_shards = sum_over_shards
         self.sum_over_expert_shards = sum_over_expert_shards
         self.gather_rows = gather_rows
@@ -214,7 +218,8 @@ class Optimizer(torch.optim.Optimizer):
         Args:
             group: settings of the group.
             shards: parameters of the group.
-            scale: scalar on the device, the clip coefficient to multiply gradients by; negative: skip the step.
+            scale: scalar on the device, the clip coefficient over the loss scale, to multiply gradients by; negative:
+                skip the step.
         """
         raise NotImplementedError
 
@@ -275,8 +280,7 @@ class Optimizer(torch.optim.Optimizer):
         if self._reduce_gradients is not None:
             names = [name for group in self.param_groups for name in group["names"]]
             self._reduce_gradients(dict(zip(names, chain.from_iterable(gradients), strict=True)))
-        self.grad_norm = self._global_norm(gradients)
-        scale = clip_coefficient(self.grad_norm, self.clip_norm)
+        self.grad_norm, scale = self._norm_and_scale(gradients)
         # As in torch and Megatron, skipped steps are not counted: bias correction depends on updates of the moments.
         self.updates.add_(scale >= 0)
         if self.host_state is not None:
@@ -328,7 +332,8 @@ class Optimizer(torch.optim.Optimizer):
             raise UserError("stoker train alone saves the optimizer state of sharded parameters; save weights only")
         groups = [{k: v for k, v in group.items() if k not in ("params", "names")} for group in self.param_groups]
         state = {key: shard.local for key, shard in self.local_shards().items()}
-        return {"state": state, "param_groups": groups, "updates": self.step_count}
+        scale = {} if self.loss_scale is None else {"loss_scale": self.loss_scale.state().model_dump()}
+        return {"state": state, "param_groups": groups, "updates": self.step_count, **scale}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
@@ -349,6 +354,8 @@ class Optimizer(torch.optim.Optimizer):
         for group, settings in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update(settings)
         self.step_count = state_dict["updates"]
+        if self.loss_scale is not None and "loss_scale" in state_dict:
+            self.loss_scale.load(LossScaleState.model_validate(state_dict["loss_scale"]))
 
     def load_shards(
         self, saved: Callable[[], Mapping[str, TensorSpec]], fill: Callable[[Mapping[str, LocalShard]], None]
@@ -371,6 +378,19 @@ class Optimizer(torch.optim.Optimizer):
         weight = shard.local
         main = weight.float() if self._has_main_weight(parameter) else weight
         return {"main": main, **self.initial_state(self._names[parameter], main, shard.shape)}
+
+    def _norm_and_scale(self, gradients: list[list[Tensor]]) -> tuple[Tensor, Tensor]:
+        """Return the gradient norm and what `update` multiplies gradients by; adapt the loss scale.
+
+        The norm is that of all ranks, so an overflow on one of them skips the step on all.
+        """
+        norm = self._global_norm(gradients)
+        if self.loss_scale is None:
+            return norm, clip_coefficient(norm, self.clip_norm)
+        norm = norm / self.loss_scale.scale
+        scale = clip_coefficient(norm, self.clip_norm) / self.loss_scale.scale
+        self.loss_scale.update(scale >= 0)
+        return norm, scale
 
     def _global_norm(self, gradients: list[list[Tensor]]) -> Tensor:
         """Return the norm of all gradients, of which parts and experts are on different ranks."""
@@ -506,6 +526,11 @@ def replica_of(part: RankPart | None) -> tuple[int, int]:
 def arithmetic_dtype(tensor: Tensor) -> torch.dtype:
     """Return the compute dtype of an update: that of the weight, but at least fp32."""
     return torch.promote_types(tensor.dtype, torch.float32)
+
+
+def zero_state(main: Tensor) -> Tensor:
+    """Return a moment of a weight, zero, in its dtype; for fp16 in fp32, since squares of gradients underflow."""
+    return torch.zeros_like(main, dtype=torch.float32 if main.dtype == torch.float16 else main.dtype)
 
 
 def copy_unless_skipped(old: Tensor, new: Tensor, live: Tensor) -> None:

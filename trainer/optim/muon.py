@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ...models.parallel.partition import RankPart
 from .adamw import AdamW
-from .base_optimizer import ShardUpdate, arithmetic_dtype, copy_unless_skipped, write_weight
+from .base_optimizer import ShardUpdate, arithmetic_dtype, copy_unless_skipped, write_weight, zero_state
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """a, b, c of X <- a X + (b A + c A A) X with A = X X^T: steepest at 0 (Jordan et al. 2024)."""
@@ -105,7 +105,7 @@ class Muon(AdamW):
     def initial_state(self, name: str, main: Tensor, shape: tuple[int, ...]) -> dict[str, Tensor]:
         """Return the momentum buffer of a hidden matrix, or AdamW's moments; zero."""
         if is_hidden_matrix(name, shape):
-            return {"momentum_buffer": torch.zeros_like(main)}
+            return {"momentum_buffer": zero_state(main)}
         return super().initial_state(name, main, shape)
 
     def is_elementwise(self, name: str, shape: tuple[int, ...]) -> bool:

@@ -14,7 +14,7 @@ from ...models.parallel.partition import RankPart
 from ..utils.errors import UserError
 from ..utils.local_shard import LocalShard, whole_shard
 from ..utils.safetensors_io import TensorSpec
-from .base_optimizer import Optimizer, ShardUpdate, replica_of
+from .base_optimizer import Optimizer, ShardUpdate, arithmetic_dtype, replica_of
 
 _NUMBER = ".number"
 """End of the name of a Python number in a checkpoint, stored as a tensor without dimensions."""
@@ -107,7 +107,7 @@ class OwnOptimizer(Optimizer):
             return
         for shard in shards:
             main = shard.state["main"]
-            main.grad = shard.gradient.to(main.dtype) * scale.to(main.dtype)
+            main.grad = (shard.gradient.to(arithmetic_dtype(main)) * scale).to(main.dtype)
         for own, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
             inner["lr"] = own["lr"]
         self.inner.step()

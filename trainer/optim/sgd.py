@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from .base_optimizer import Optimizer, ShardUpdate, arithmetic_dtype, copy_unless_skipped, write_weight
+from .base_optimizer import Optimizer, ShardUpdate, arithmetic_dtype, copy_unless_skipped, write_weight, zero_state
 
 
 class SGD(Optimizer):
@@ -43,8 +42,8 @@ class SGD(Optimizer):
         super().__init__(named_parameters, {"lr": lr}, weight_decay=weight_decay, **common)
 
     def initial_state(self, name: str, main: Tensor, shape: tuple[int, ...]) -> dict[str, Tensor]:
-        """Return the momentum buffer, zero, in the dtype of the weight; nothing without momentum."""
-        return {"momentum_buffer": torch.zeros_like(main)} if self.momentum else {}
+        """Return the momentum buffer, zero; nothing without momentum."""
+        return {"momentum_buffer": zero_state(main)} if self.momentum else {}
 
     def is_elementwise(self, name: str, shape: tuple[int, ...]) -> bool:
         """Return True."""

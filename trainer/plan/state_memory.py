@@ -79,7 +79,7 @@ def persistent_state(run: RunInputs) -> PersistentState:
     parameters = run.counts.trainable
     main = run.precision.main_weight_bytes
     shards_weights = run.layout is not None and not run.layout.replicates_weights
-    state = run.sharded(num_state_elements(run) * (main or widths.weights))
+    state = run.sharded(num_state_elements(run) * run.precision.state_itemsize)
     on_host = offloads_optimizer_state(keys, torch.device(run.target.device))
     ema = run.sharded(parameters * run.ema_itemsize)
     weights, sums = run.counts.total * widths.weights, parameters * 4 if main and accumulates_in_fp32(run) else 0
@@ -205,7 +205,7 @@ def offload_bucket_bytes(run: RunInputs) -> int:
     for weight in _weights(run):
         moments = _count_moments(kind, settings, is_hidden=weight.is_hidden)
         whole = kind == "adafactor" or (kind == "muon" and weight.is_hidden) or settings.get("scale_parameter", False)
-        width = main + moments * (main or run.widths.weights)
+        width = main + moments * run.precision.state_itemsize
         states.append((-(-weight.elements // run.shards), width, whole))
     return _slots(tuple(states))
 

@@ -13,10 +13,11 @@ from ....models.config.positions import BOUNDED_POSITION_TYPES
 from ....models.config.stack import StackKeys
 from ..data_task import task_from_keys
 from ..parameter_layout import DISTRIBUTED_OPTIMIZERS
+from ..run_precision import resolve_precision
 from ..schema.key_index import format_value
 from ..schema.optim import optimizer_kind, optimizer_settings
 from ..schema.root import T5ModelBlock
-from .rule_context import RuleContext, defaults_to_fp32, no_effect, unused
+from .rule_context import RuleContext, defaults_to_fp32, has_main_weights, no_effect, unused
 
 
 def _stacks(context: RuleContext) -> Iterator[tuple[str, StackKeys]]:
@@ -26,9 +27,10 @@ def _stacks(context: RuleContext) -> Iterator[tuple[str, StackKeys]]:
 
 
 def query_key_scaling_is_for_fp16(context: RuleContext) -> Iterator[Finding]:
-    """`apply_query_key_layer_scaling` has no effect: fp16 is not supported, and NeMo disables it otherwise."""
+    """`apply_query_key_layer_scaling` is for fp16, where scores are scaled in fp32; NeMo disables it otherwise."""
+    is_fp16 = resolve_precision(context.root.trainer.precision, True, None).scales_loss
     for at, stack in _stacks(context):
-        if stack.apply_query_key_layer_scaling:
+        if stack.apply_query_key_layer_scaling and not is_fp16:
             yield Finding.warning(
                 (f"{at}apply_query_key_layer_scaling", "trainer.precision"),
                 "it acts with fp16 only and is disabled in every other precision, as in NeMo; it does not change the "
@@ -49,26 +51,37 @@ def transformer_engine_is_installed(context: RuleContext) -> Iterator[Finding]:
         )
 
 
-def main_weights_need_bf16(context: RuleContext) -> Iterator[Finding]:
-    """`megatron_amp_O2` acts only with `precision: bf16`."""
+def main_weights_need_16_bits(context: RuleContext) -> Iterator[Finding]:
+    """`megatron_amp_O2` acts only with `precision` bf16 or 16."""
     trainer, model = context.root.trainer, context.root.model
     if defaults_to_fp32(context) and "model.megatron_amp_O2" in context.set_by_user:
         yield Finding.warning(
             ("model.megatron_amp_O2", "trainer.precision", "trainer.accelerator"),
             f"no effect with `precision` (null), which is 32 with `accelerator` ({trainer.accelerator}): main weights "
-            "and autocast are for bf16",
+            "and autocast are for bf16 and 16",
             "trainer.precision=bf16, or ~model.megatron_amp_O2",
         )
-    if trainer.precision is None or trainer.precision == "bf16":
+    if trainer.precision in (None, "bf16", 16, "16"):
         return
-    # False is what fp32 and bf16-mixed do anyway; bf16-true has neither main weights nor autocast.
-    is_ignored = model.megatron_amp_O2 or trainer.precision == "bf16-true"
+    # False is what fp32, bf16-mixed and 16-mixed do anyway; bf16-true and 16-true have neither.
+    is_ignored = model.megatron_amp_O2 or trainer.precision in ("bf16-true", "16-true")
     if is_ignored and "model.megatron_amp_O2" in context.given:
         yield Finding.warning(
             ("model.megatron_amp_O2", "trainer.precision"),
-            f"no effect with `precision` ({format_value(trainer.precision)}): main weights and autocast are for bf16",
+            f"no effect with `precision` ({format_value(trainer.precision)}): main weights and autocast are for bf16 "
+            "and 16",
             "trainer.precision=bf16, or ~model.megatron_amp_O2",
         )
+
+
+def loss_scale_is_for_fp16(context: RuleContext) -> Iterator[Finding]:
+    """`native_amp_*` and `hysteresis` act in fp16 only; every NeMo file has them."""
+    precision = context.root.trainer.precision
+    if resolve_precision(precision, True, None).scales_loss:
+        return
+    for name in ("native_amp_init_scale", "native_amp_growth_interval", "hysteresis"):
+        when = f"with `precision` ({format_value(precision)}): the loss is scaled in fp16 only"
+        yield from unused(context, f"model.{name}", "trainer.precision", when)
 
 
 def norm_weight_decay_acts(context: RuleContext) -> Iterator[Finding]:
@@ -128,8 +141,7 @@ def optimizer_offloading_saves_memory(context: RuleContext) -> Iterator[Finding]
         return
     chosen = optimizer_settings(model.optim)
     missing = {"sgd": "momentum", "adafactor": "beta1"}.get(kind)
-    has_main_weights = trainer.precision in (None, "bf16") and model.megatron_amp_O2
-    if missing is not None and not chosen[missing] and not has_main_weights:
+    if missing is not None and not chosen[missing] and not has_main_weights(context):
         state = "no state" if kind == "sgd" else "only a few vectors of state"
         yield Finding.warning(
             (key, f"model.optim.{missing}", "model.optim.name"),

@@ -66,6 +66,13 @@ def defaults_to_fp32(context: RuleContext) -> bool:
     return trainer.precision is None and trainer.accelerator in ("cpu", "mps")
 
 
+def has_main_weights(context: RuleContext) -> bool:
+    """Return True if the optimizer keeps fp32 main weights of 16-bit weights, as far as the keys decide that."""
+    root = context.root
+    mixed = root.trainer.precision in ("bf16", 16, "16") or (root.trainer.precision is None)
+    return mixed and root.model.megatron_amp_O2 and not defaults_to_fp32(context)
+
+
 def choose_data(context: RuleContext, name: str, data_impl: str) -> str:
     """Return the override that chooses a data source: a group, or the key if the user has set that one."""
     path = "model.data.data_impl"

@@ -48,9 +48,16 @@ class RunKeys(ParallelKeys):
     fsdp_shard_size: int | None = extension_field(None, ge=2)
     """Size of a sharding group with `hybrid`; null: the processes of one node."""
     fsdp_grad_reduce_dtype: Literal[32, "32", "fp32", "bf16"] = "fp32"
-    """Dtype in which gradients of bf16 weights are reduced over processes, sharded or replicated."""
+    """Dtype in which gradients of bf16 and fp16 weights are reduced over processes, sharded or replicated."""
     megatron_amp_O2: bool = True  # noqa: N815
-    """With bf16: True keeps bf16 weights and fp32 main weights in the optimizer; False fp32 weights with autocast."""
+    """With precision bf16 or 16: True keeps 16-bit weights, and fp32 main weights in the optimizer; False fp32 weights
+    with autocast."""
+    native_amp_init_scale: float = Field(4294967296, ge=1)
+    """First loss scale in fp16. The default, NeMo's, overflows at first: about 15 steps are skipped while it falls."""
+    native_amp_growth_interval: int = Field(1000, ge=1)
+    """Consecutive steps without overflow after which the loss scale of fp16 doubles."""
+    hysteresis: int = Field(2, ge=1)
+    """Overflows from which on each one halves the loss scale of fp16, down to 1; counted anew when it has doubled."""
     cpu_offloading_optimizer: bool = extension_field(False)
     """Keep optimizer state and main weights in pinned host memory: 12 bytes per parameter with AdamW and bf16. Each
     update copies them through the GPU, with identical results; its time depends on the host link."""

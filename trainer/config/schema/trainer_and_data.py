@@ -15,7 +15,9 @@ from ....models.config.key_block import (
     extension_field,
 )
 
-Precision = Literal[64, "64", "64-true", 32, "32", "32-true", "bf16", "bf16-mixed", "bf16-true"]
+Precision = Literal[
+    64, "64", "64-true", 32, "32", "32-true", "bf16", "bf16-mixed", "bf16-true", 16, "16", "16-mixed", "16-true"
+]
 PositiveInt = Annotated[int, Field(ge=1)]
 
 
@@ -42,8 +44,8 @@ class TrainerBlock(ConfigBlock):
     process_timeout: float = extension_field(600.0, gt=0)
     """Timeout of collective operations in seconds; the run ends when a process waits longer than this."""
     precision: Precision | None = None
-    """`bf16` trains bf16 weights with fp32 main weights (see `model.megatron_amp_O2`), `32` trains in fp32, `64` in
-    fp64; null: bf16 on GPUs with sm_80 or later, 32 elsewhere."""
+    """`bf16` trains bf16 weights with fp32 main weights (see `model.megatron_amp_O2`), `16` likewise in fp16 with a
+    dynamic loss scale, `32` trains in fp32, `64` in fp64; null: bf16 on GPUs with sm_80 or later, 32 elsewhere."""
     max_steps: PositiveInt | Literal[-1] = 100000
     """Number of optimizer steps; also the default length of the learning-rate schedule. -1: no limit but
     `max_epochs`."""
