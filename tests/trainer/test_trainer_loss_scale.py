@@ -168,13 +168,14 @@ def test_a_planted_overflow_changes_nothing_and_a_scale_at_its_minimum_ends_the_
         training_step(module, batch, index)
         weights.append([parameter.clone() for parameter in module.model.parameters()])
 
-    loss = GPT._loss
-    planted: set[int] = {2}
+    real, planted = GPT._loss, {2}
+
+    def loss(model, *arguments):
+        value = real(model, *arguments)
+        return Overflow.apply(value) if len(weights) in planted else value
+
     monkeypatch.setattr(LanguageModule, "training_step", step)
-    monkeypatch.setattr(
-        GPT, "_loss", lambda model, *given: (Overflow.apply if len(weights) in planted else lambda x: x)(
-            loss(model, *given))
-    )  # fmt: skip
+    monkeypatch.setattr(GPT, "_loss", loss)
     changes = FP16 | {"trainer__max_steps": 5, "model__native_amp_init_scale": 2, "model__hysteresis": 1}
     run_training(tiny_config(tmp_path / "one", **changes))
     rows = steps_of(tmp_path / "one")

@@ -117,8 +117,9 @@ class TransformerModule(pl.LightningModule):
             device, self._run = trainer.strategy.root_device, resolve_for_trainer(self.config, trainer)
             warn_of_unused_keys(self.config, trainer)
             self._micro_batches = set_accumulation(self._run, trainer)
-            if self._run.precision.scales_loss and hasattr(trainer.precision_plugin, "scaler"):
-                trainer.precision_plugin.scaler = None  # the optimizer has a loss scale of its own
+            plugin: Any = trainer.precision_plugin
+            if self._run.precision.scales_loss and hasattr(plugin, "scaler"):
+                plugin.scaler = None  # the optimizer has a loss scale of its own
             if isinstance(trainer.strategy, ModelParallelStrategy):
                 _check_saved_state(trainer)
                 self._mesh = build_mesh(self._run.mesh, None, ranks_of(trainer))

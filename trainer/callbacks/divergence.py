@@ -15,7 +15,6 @@ from collections import deque
 from collections.abc import Sequence
 
 from ..checkpoint.loop_state import LoopState
-from ..lightning.lightning_module import StepMetrics
 from ..optim.loss_scale import MIN_SCALE
 
 NUM_RECENT_LOSSES = 10
@@ -59,12 +58,14 @@ class LossMonitor:
         self.skipped_steps = state.skipped_steps
         self.consecutive_skipped_steps = state.skipped_in_a_row
 
-    def update(self, first_step: int, values: Sequence[StepMetrics | tuple[float, float]]) -> list[str]:
+    def update(
+        self, first_step: int, values: Sequence[tuple[float, float] | tuple[float, float, float | None]]
+    ) -> list[str]:
         """Process the metrics of the steps since the last call.
 
         Args:
             first_step: number of the first of these steps.
-            values: metrics of each step.
+            values: loss, gradient norm and loss scale (None, or left out, except in fp16) of each step.
 
         Returns:
             Warnings, one line each.
@@ -78,7 +79,8 @@ class LossMonitor:
         overflows: list[int] = []
         scale = None
         for step, metrics in enumerate(values, first_step):
-            loss, grad_norm, scale = StepMetrics(*metrics)
+            loss, grad_norm = metrics[:2]
+            scale = metrics[2] if len(metrics) > 2 else None
             if scale is not None and math.isfinite(loss) and not math.isfinite(grad_norm):
                 self.skipped_steps += 1
                 overflows.append(step)
