@@ -172,7 +172,7 @@ def test_a_planted_overflow_changes_nothing_and_a_scale_at_its_minimum_ends_the_
 
     def loss(model, *arguments):
         value = real(model, *arguments)
-        return Overflow.apply(value) if len(weights) in planted else value
+        return Overflow.apply(value) if len(weights) in planted else value  # pyright: ignore[reportCallIssue]
 
     monkeypatch.setattr(LanguageModule, "training_step", step)
     monkeypatch.setattr(GPT, "_loss", loss)
