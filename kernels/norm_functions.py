@@ -1,4 +1,4 @@
-"""LayerNorm and RMSNorm, computed in fp32 and rounded once.
+"""LayerNorm and RMSNorm, computed in fp32 and rounded once, from an fp32 residual stream to the dtype of the weights.
 
 Plain PyTorch, which torch.compile fuses into one kernel each. With `zero_centered` the stored weight is the gain minus
 one (NeMo's layernorm1p), so that weight decay pulls the gain towards one.
@@ -27,6 +27,12 @@ class NormFactors(NamedTuple):
     gain: Tensor
 
 
+def norm_dtype(inputs: Tensor, weight: Tensor) -> torch.dtype:
+    """Return the dtype of a norm: that of its input, but of 16-bit weights for an fp32 residual stream."""
+    narrows = weight.dtype.itemsize == 2 and inputs.dtype == torch.float32
+    return weight.dtype if narrows else inputs.dtype
+
+
 def layer_norm(inputs: Tensor, weight: Tensor, bias: Tensor, *, epsilon: float, zero_centered: bool = False) -> Tensor:
     """Return (x - mean) / sqrt(variance + epsilon) * gain + bias over the last dimension (arXiv 1607.06450).
 
@@ -38,13 +44,14 @@ def layer_norm(inputs: Tensor, weight: Tensor, bias: Tensor, *, epsilon: float, 
         zero_centered: the gain is 1 + `weight` (NeMo's layernorm1p).
 
     Returns:
-        Same shape and dtype as `inputs`.
+        Same shape as `inputs`, in `norm_dtype`.
     """
     if not zero_centered and weight.dtype == inputs.dtype:
         return F.layer_norm(inputs, weight.shape, weight, bias, epsilon)  # accumulates in fp32 itself
     accumulate = torch.promote_types(inputs.dtype, torch.float32)
     gain = weight.to(accumulate) + 1.0 if zero_centered else weight.to(accumulate)
-    return F.layer_norm(inputs.to(accumulate), weight.shape, gain, bias.to(accumulate), epsilon).to(inputs.dtype)
+    normed = F.layer_norm(inputs.to(accumulate), weight.shape, gain, bias.to(accumulate), epsilon)
+    return normed.to(norm_dtype(inputs, weight))
 
 
 def rms_norm(
@@ -62,12 +69,13 @@ def rms_norm(
         training: the result is differentiated.
 
     Returns:
-        Same shape and dtype as `inputs`.
+        Same shape as `inputs`, in `norm_dtype`.
     """
     if not training and _use_fused_kernel(inputs, weight, zero_centered):
         return F.rms_norm(inputs, weight.shape, weight, epsilon)
     wide = inputs.to(torch.promote_types(inputs.dtype, torch.float32))
-    return (wide * _factors(wide, epsilon) * _gain(weight, wide.dtype, zero_centered)).to(inputs.dtype)
+    normed = wide * _factors(wide, epsilon) * _gain(weight, wide.dtype, zero_centered)
+    return normed.to(norm_dtype(inputs, weight))
 
 
 def rms_norm_factors(inputs: Tensor, weight: Tensor, *, epsilon: float, zero_centered: bool = False) -> NormFactors:

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .launch import jit, next_power_of_2, rounded, tl, triton_runs_on
-from .norm_functions import rms_norm
+from .norm_functions import norm_dtype, rms_norm
 
 MAX_WIDTH = 4096
 """Largest width whose rows fit in the registers of a program."""
@@ -88,11 +88,11 @@ def rms_norm_residual_backward_kernel(
         gradient = residual.to(tl.float32) + root[:, None] * (weighted - quotient * mean[:, None])
         row = (start + tl.arange(0, ROWS))[:, None]
         place = row.to(tl.int64) * width + column
-        element = gradient_pointer.dtype.element_ty
         mask = (row < last) & (column < width)
-        tl.store(gradient_pointer + place, rounded(gradient, element), mask=mask)
+        tl.store(gradient_pointer + place, rounded(gradient, gradient_pointer.dtype.element_ty), mask=mask)
         if WRITE_NORMED:
-            tl.store(normed_pointer + place, rounded(quotient * gain, element), mask=mask)
+            normed = rounded(quotient * gain, normed_pointer.dtype.element_ty)
+            tl.store(normed_pointer + place, normed, mask=mask)
         inputs, residual, first, second = next_inputs, next_residual, next_first, next_second
     column = tl.arange(0, BLOCK)
     partial = partial_pointer + number.to(tl.int64) * width + column
@@ -135,7 +135,7 @@ def triton_backward(
     rows = inputs.numel() // width
     chunks, chunk_rows = _row_chunks(rows, width)
     gradient = torch.empty_like(inputs)
-    normed = torch.empty_like(inputs) if with_normed else None
+    normed = torch.empty_like(inputs, dtype=norm_dtype(inputs, weight)) if with_normed else None
     partial = inputs.new_empty(chunks, width, dtype=torch.float32)
     rms_norm_residual_backward_kernel[(chunks,)](
         inputs, weight, residual_gradient, first_gradient, second_gradient, gradient, normed, partial,
@@ -187,8 +187,10 @@ def _backward_with_normed(
 
 
 @_backward_with_normed.register_fake
-def _(residual_gradient: Tensor, normed_gradient: Tensor, inputs: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return _empty_like(inputs), _partial_like(inputs), _empty_like(inputs)
+def _(
+    residual_gradient: Tensor, normed_gradient: Tensor, inputs: Tensor, weight: Tensor, *_: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _empty_like(inputs), _partial_like(inputs), _empty_like(inputs).to(norm_dtype(inputs, weight))
 
 
 def _empty_like(inputs: Tensor) -> Tensor:
@@ -305,7 +307,7 @@ def rms_norm_residual_linear(
     Args:
         residual: residual stream, (..., h).
         gain: weight of the norm, (h,).
-        weight: (n, h), in the dtype of `residual`.
+        weight: (n, h), in `norm_dtype`.
         bias: (n,), or None.
         epsilon: as in `rms_norm`.
         zero_centered: as in `rms_norm`.

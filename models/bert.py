@@ -22,7 +22,6 @@ from .lm_head import (
     OwnFunctions,
     add_position_embeddings,
     head_weights,
-    matmul_dtype,
     token_logits,
     token_loss,
 )
@@ -238,7 +237,7 @@ class BERT(nn.Module):
             lambda: self._embed(tokens, token_types, positions), tokens, self.dropout, at
         )
         if documents is not None and self.batch_spec.packed:
-            dtype, mask = matmul_dtype(hidden), decision.needs_mask
+            dtype, mask = self.encoder.compute_dtype(hidden), decision.needs_mask
             packed = pack_documents(documents, shard, dtype=dtype, causal=False, with_mask=mask)
         with eager_layers(self.compiled and kind == "generation"):
             hidden = self.encoder(

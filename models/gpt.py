@@ -20,7 +20,6 @@ from .lm_head import (
     OwnFunctions,
     add_position_embeddings,
     head_weights,
-    matmul_dtype,
     token_logits,
     token_loss,
 )
@@ -215,9 +214,8 @@ class GPT(nn.Module):
                 positions = positions if shard is None else shard.local(positions)
             hidden, dropout = self.decoder.begin(lambda: self._embed(tokens, positions), tokens, self.dropout, at)
             if documents is not None and self.reset_attention_mask:
-                packed = pack_documents(
-                    documents, shard, dtype=matmul_dtype(hidden), causal=True, with_mask=decision.needs_mask
-                )
+                dtype, mask = self.decoder.compute_dtype(hidden), decision.needs_mask
+                packed = pack_documents(documents, shard, dtype=dtype, causal=True, with_mask=mask)
             if self.prompt is not None:
                 routed = self.prompt.extend_routing_mask(routed)
             hidden = self.decoder(

@@ -40,6 +40,7 @@ from .layers.norm import (
     LayerNorm,
     RMSNorm,
     build_norm,
+    is_wide_residual,
     norm_parameters,
     norm_saved_bytes,
     norm_saves_input,
@@ -206,10 +207,8 @@ class Layer(RecomputableModule):
         if (norm.recompute or skips_output) and not has_several_readers and should_recompute(self):
             return BranchInput(hidden, source, norm=norm)
         # The fused norm saves the residual stream. The layer input is saved anyway; a sum would cost extra memory if
-        # its summands are saved (other block types) or if one of them is narrower (autocast).
-        is_saved = hidden is layer_input or (
-            self.block == "pre_ln" and not torch.is_autocast_enabled(hidden.device.type)
-        )
+        # its summands are saved (other block types) or if one of them is narrower (autocast, an fp32 residual).
+        is_saved = hidden is layer_input or (self.block == "pre_ln" and not is_wide_residual(hidden, norm.weight))
         if isinstance(norm, RMSNorm) and is_saved:
             return norm.forward_with_residual(hidden, has_several_readers)
         return BranchInput(hidden, norm(source))

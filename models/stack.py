@@ -23,6 +23,7 @@ from .layers.cost import StackInputs
 from .layers.dropout import StackDropout, token_places
 from .layers.norm import LayerNorm, RMSNorm, build_norm, norm_parameters, norm_saved_bytes, norm_saves_input
 from .layers.position_embeddings import RotaryEmbedding, XPosEmbedding, build_rotary
+from .lm_head import matmul_dtype
 from .memory.offload_activations import ActivationOffload
 from .memory.offload_weights import WeightOffload
 from .memory.recompute import RecomputableModule, run_with_recompute, should_recompute
@@ -44,6 +45,7 @@ class Stack(RecomputableModule):
         final_norm: norm of the last layer's output; None if the layers end with one (`post_ln`).
         rotary: rotary embedding shared by the layers, or None.
         score_positions: position module that biases attention scores, shared by the layers, or None.
+        fp32_residual: keep the residual stream in fp32 beside 16-bit weights.
 
     Attributes:
         num_layers: number of layers of all pipeline stages; `layers` has those of this rank, under their numbers.
@@ -72,6 +74,7 @@ class Stack(RecomputableModule):
         final_norm: LayerNorm | RMSNorm | None,
         rotary: RotaryEmbedding | XPosEmbedding | None = None,
         score_positions: ScoreBiasModule | None = None,
+        fp32_residual: bool = False,
     ) -> None:
         super().__init__()
         self.layers = nn.ModuleList(layers)
@@ -79,6 +82,7 @@ class Stack(RecomputableModule):
         self.final_norm = final_norm
         self.rotary = rotary
         self.score_positions = score_positions
+        self.fp32_residual = fp32_residual
         self._compiled_step: Callable[..., Tensor] | None = None
         self._has_dropout: bool | None = None
 
@@ -108,8 +112,16 @@ class Stack(RecomputableModule):
         Returns:
             (batch, tokens, hidden_size), and the `dropout` of `forward`; None outside training or without dropout.
         """
+        embedded = self._to_residual(embedded)
         dropout = self.draw_dropout(embedded.shape[:2], embedded.device, p)
         return dropout.of_embeddings().apply(embedded, p) if p and dropout is not None else embedded, dropout
+
+    def _to_residual(self, hidden: Tensor) -> Tensor:
+        return hidden.to(torch.promote_types(hidden.dtype, torch.float32)) if self.fp32_residual else hidden
+
+    def compute_dtype(self, hidden: Tensor) -> torch.dtype:
+        """Return the dtype of matmuls, of which the residual stream `hidden` may be wider."""
+        return matmul_dtype(next(self.layers.parameters(), hidden) if self.fp32_residual else hidden)
 
     def draw_dropout(self, shape: Sequence[int], device: torch.device, p: float) -> StackDropout | None:
         """Draw the keys of the dropouts of embeddings and layers, those of all pipeline stages.
@@ -164,7 +176,7 @@ class Stack(RecomputableModule):
             (batch, tokens, hidden_size), after the final norm; of a stage that does not end the stack the residual
             stream, with sequence parallelism that of the rank's share of the tokens.
         """
-        stage = None if at is None else at.stage
+        stage, hidden = None if at is None else at.stage, self._to_residual(hidden)
         rows, tokens = hidden.shape[:2] if shape is None or stage is None or stage.begins else shape
         whole = tokens
         if self.shard is not None:
@@ -243,6 +255,7 @@ class Stack(RecomputableModule):
             self.tensor_parallel.shards_tokens = False
         rotary = None if self.rotary is None else self.rotary(hidden.shape[1] if positions is None else positions)
         step = self._compiled_step if hidden.shape[1] == 1 and self._compiled_step is not None else _run_layer_cached
+        hidden = self._to_residual(hidden)
         hidden = hidden if self.relay is None else self.relay.receive(hidden)
         for number, layer in enumerate(self.layers):  # numbers in the caches
             memory = None if memories is None else memories[number]
@@ -310,6 +323,7 @@ def build_stack(
         final_norm=None if stack.block == "post_ln" else build_norm(stack.norm, stack.hidden_size),
         rotary=build_rotary(stack.rotary),
         score_positions=build_score_bias(stack.attention),
+        fp32_residual=stack.fp32_residual,
     )
 
 

@@ -381,7 +381,7 @@ class T5(nn.Module):
 
         hidden, dropout = self.encoder.begin(embed, tokens, self.dropouts[0], at)
         if documents is not None:
-            dtype, mask = matmul_dtype(hidden), decision.needs_mask
+            dtype, mask = self.encoder.compute_dtype(hidden), decision.needs_mask
             packed = pack_documents(documents, shard, dtype=dtype, causal=False, with_mask=mask)
         hidden = self.encoder(
             hidden,

@@ -111,8 +111,11 @@ def compute_lora_a_gradient(low_gradient: Tensor, inputs: Tensor, gain: Tensor |
     If x = f * source * gain is a norm, `inputs` is its source and `low_gradient` is f * l, since l^T x = ((f * l)^T
     source) * gain.
     """
+    dtype = low_gradient.dtype
+    if dtype == torch.float16 and inputs.dtype == torch.float32:  # a residual stream may be beyond the range of fp16
+        low_gradient = low_gradient.float()
     product = low_gradient.t() @ inputs.to(low_gradient.dtype)
-    return product if gain is None else (product * gain).to(low_gradient.dtype)
+    return product.to(dtype) if gain is None else (product * gain).to(dtype)
 
 
 @torch.library.custom_op("stoker::lora_linear", mutates_args=())

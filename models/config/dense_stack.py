@@ -87,6 +87,9 @@ class DenseStackKeys(PositionKeys):
     attn_logit_softcapping: float | None = Field(None, gt=0)
     """Softcap of the attention scores, cap * tanh(score / cap) (Gemma 2); null: none."""
 
+    fp32_residual_connection: bool = False
+    """Keep the residual stream in fp32 beside 16-bit weights, whose norms round it: sums of many layers lose less, and
+    do not overflow in fp16. Twice the memory of the residual stream. With fp32 weights it is fp32 anyway."""
     apply_query_key_layer_scaling: bool = False
     """Keeps scores from overflowing in fp16, without mathematical effect. Here they never do, as they are scaled in
     fp32, so it changes nothing; disabled with a warning in other precisions, as in NeMo."""

@@ -48,6 +48,7 @@ class StackSlice:
         begins: the embeddings come before it; False for later pipeline stages of a stack.
         ends: the final norm, and in the last stack the head, come after it; False for earlier stages.
         fp8: matmuls in fp8; None without.
+        fp32_residual: the residual stream is fp32 beside 16-bit weights.
     """
 
     num_layers: int
@@ -66,6 +67,7 @@ class StackSlice:
     begins: bool = True
     ends: bool = True
     fp8: Fp8Slice | None = None
+    fp32_residual: bool = False
 
     @property
     def is_own_block(self) -> bool:
@@ -124,6 +126,7 @@ def stack_slice(keys: StackKeys, fp8: Fp8Keys, *, causal: bool, positions: int) 
         recompute=recompute_slice(keys, with_experts=moe.layers if moe else ()),
         offload=offload_slice(keys),
         fp8=fp8_slice(fp8, keys.num_layers),
+        fp32_residual=keys.fp32_residual_connection,
     )
 
 
@@ -251,6 +254,18 @@ def qkv_bias_is_part_of_bias(keys: StackKeys) -> Iterator[Finding]:
         )
 
 
+def fp32_residual_needs_norms_of_branches(keys: StackKeys) -> Iterator[Finding]:
+    """An fp32 residual stream needs a norm before each branch, which rounds it."""
+    block = keys.transformer_block_type
+    if keys.fp32_residual_connection and (block == "post_ln" or is_own_block(block)):
+        yield Finding.error(
+            ("fp32_residual_connection", "transformer_block_type"),
+            "`fp32_residual_connection` (True) needs a norm at the input of each branch, which "
+            f"`transformer_block_type` ({block}) {'does' if block == 'post_ln' else 'may'} not have.",
+            "use fp32_residual_connection=False, or transformer_block_type=pre_ln",
+        )
+
+
 STACK_RULES: tuple[Callable[[StackKeys], Iterator[Finding]], ...] = (
     heads_divide_hidden_size,
     groups_divide_heads,
@@ -260,6 +275,7 @@ STACK_RULES: tuple[Callable[[StackKeys], Iterator[Finding]], ...] = (
     backend_fits_transformer_engine,
     softmax_fusion_needs_unfused_backend,
     qkv_bias_is_part_of_bias,
+    fp32_residual_needs_norms_of_branches,
 )
 
 

@@ -47,7 +47,7 @@ class LayerNorm(RecomputableModule):
         self.bias = nn.Parameter(torch.zeros(hidden_size))
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Normalize (..., hidden_size); same shape and dtype."""
+        """Normalize (..., hidden_size); same shape and dtype, but in that of 16-bit weights for fp32."""
         return layer_norm(inputs, self.weight, self.bias, epsilon=self.epsilon, zero_centered=self.zero_centered)
 
 
@@ -61,7 +61,7 @@ class RMSNorm(RecomputableModule):
         self.weight = nn.Parameter(torch.full((hidden_size,), 0.0 if zero_centered else 1.0))
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Normalize (..., hidden_size); same shape and dtype."""
+        """Normalize (..., hidden_size); same shape and dtype, but in that of 16-bit weights for fp32."""
         return rms_norm(
             inputs, self.weight, epsilon=self.epsilon, zero_centered=self.zero_centered, training=self.training
         )
@@ -83,9 +83,10 @@ class RMSNorm(RecomputableModule):
     def can_fuse_projection(self, residual: Tensor) -> bool:
         """Return True if `fused_projection` is supported and saves memory.
 
-        Under autocast it does not: the residual stream is a wide sum that nothing else saves.
+        It does not if the residual stream is wider than the norm, a sum that nothing else saves: in fp32 beside 16-bit
+        weights, or under autocast.
         """
-        return can_fuse_residual(residual, self.weight) and not torch.is_autocast_enabled(residual.device.type)
+        return can_fuse_residual(residual, self.weight) and not is_wide_residual(residual, self.weight)
 
     def fused_projection(self, residual: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return the residual stream and a projection of its norm; the backward recomputes the norm.
@@ -99,6 +100,11 @@ class RMSNorm(RecomputableModule):
     def factors(self, inputs: Tensor) -> NormFactors:
         """Return the factors of the norm: input, reciprocal RMS of each row, and weight."""
         return rms_norm_factors(inputs, self.weight, epsilon=self.epsilon, zero_centered=self.zero_centered)
+
+
+def is_wide_residual(residual: Tensor, weight: Tensor) -> bool:
+    """Return True if the residual stream is wider than what branches read and return."""
+    return residual.dtype != weight.dtype or torch.is_autocast_enabled(residual.device.type)
 
 
 NORMS: dict[str, type[LayerNorm] | type[RMSNorm]] = {"layernorm": LayerNorm, "rmsnorm": RMSNorm}

@@ -247,6 +247,7 @@ ROWS = [
     Row(MODEL + "qk_layernorm", True, shapes),
     Row(MODEL + "headscale", True, shapes),
     Row(MODEL + "apply_query_key_layer_scaling", True, warnings, before=False),
+    Row(MODEL + "fp32_residual_connection", True, trained, {TRAINER + "precision": "bf16"}),
     Row(MODEL + "normalize_attention_scores", False, logits),
     Row(MODEL + "use_flash_attention", False, attention_backends),
     Row(MODEL + "transformer_engine", True, hopper_backend),

@@ -42,6 +42,7 @@ SMALL = [
 LLAMA = ["model=llama_1b", *SMALL, "model.num_query_groups=2"]
 GPT3 = ["model=gpt3_1b", *SMALL]
 RECOMPUTE = "model.activations_checkpoint"
+RESIDUAL = "model.fp32_residual_connection=true"
 WHOLE = [f"{RECOMPUTE}_granularity=full"]
 MOE = [*LLAMA, "model.num_moe_experts=4", "model.moe_router_topk=2"]
 LORA = [*LLAMA, "peft=lora", "model.peft.lora_tuning.adapter_dim=4"]
@@ -64,6 +65,13 @@ CASES = {
     "llama": LLAMA,
     "gpt3": GPT3,
     "gpt3 dropout": [*GPT3, "model.hidden_dropout=0.1", "model.ffn_dropout=0.1"],
+    "fp32 residual": [*LLAMA, RESIDUAL],
+    "fp32 residual, gpt3 dropout": [*GPT3, "model.hidden_dropout=0.1", RESIDUAL],
+    "fp32 residual, parallel": [*LLAMA, "model.transformer_block_type=parallel_ln", RESIDUAL],
+    "fp32 residual, experts": [*MOE, RESIDUAL],
+    "fp32 residual, lora": [*LORA, RESIDUAL],
+    "fp32 residual, norms again": [*LLAMA, RESIDUAL, f"{RECOMPUTE}_modules=[norm]"],
+    "fp32 residual, normformer": [*LLAMA, "model.transformer_block_type=normformer", RESIDUAL],
     "post-norm": [*LLAMA, "model.transformer_block_type=post_ln"],
     "normformer": [*LLAMA, "model.transformer_block_type=normformer", "model.headscale=True"],
     "norms of heads": [*LLAMA, "model.qk_layernorm=True"],

@@ -94,7 +94,8 @@ class LossMonitor:
                 self.skipped_steps += 1
                 self.consecutive_skipped_steps += 1
                 if self.consecutive_skipped_steps > self._max_skipped_steps:
-                    raise DivergedError(self._diverged(step, loss, grad_norm))
+                    hint = "" if scale is None else "; activations overflow in fp16, which no loss scale prevents"
+                    raise DivergedError(self._diverged(step, loss, grad_norm) + hint)
                 continue
             self.consecutive_skipped_steps = 0
             self._loss_sum += loss

@@ -175,11 +175,14 @@ def _build_pipeline(run: RunContext, model: LanguageModel) -> Callable[[Callable
         return None
     mesh, spec = resolved.mesh, resolved.batch_spec
     lengths = [spec.seq_length, spec.decoder_seq_length][: len(resolved.family.stacks)]
+    dtype = TORCH_DTYPES[resolved.precision.weights]
+    wide = torch.promote_types(dtype, torch.float32)
     shapes = StageShapes(
         micro_batch=resolved.model.micro_batch_size,
         lengths=tuple(length // mesh.context for length in lengths),
         hidden_size=resolved.family.stacks[0].hidden_size,
-        dtype=TORCH_DTYPES[resolved.precision.weights],
+        dtype=dtype,
+        residual_dtypes=tuple(wide if stack.fp32_residual else dtype for stack in resolved.family.stacks),
         sequence_ranks=mesh.tensor if mesh.sequence else 1,
     )
     stages = resolved.pipeline.stages(*(stack.num_layers for stack in resolved.family.stacks))

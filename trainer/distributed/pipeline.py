@@ -39,7 +39,8 @@ class StageShapes:
         micro_batch: samples of a micro batch.
         lengths: tokens of a sample on this rank, of each stack.
         hidden_size: width of the residual stream.
-        dtype: its dtype.
+        dtype: dtype of the output of each stack.
+        residual_dtypes: dtype of the residual stream of each stack.
         sequence_ranks: ranks that share the tokens of the residual stream (`sequence_parallel`); 1 without.
     """
 
@@ -47,6 +48,7 @@ class StageShapes:
     lengths: tuple[int, ...]
     hidden_size: int
     dtype: torch.dtype
+    residual_dtypes: tuple[torch.dtype, ...]
     sequence_ranks: int = 1
 
     def outputs(self, stage: Stage) -> tuple[Tensor, ...]:
@@ -58,8 +60,8 @@ class StageShapes:
         stream = whole[stage.stack] if stage.ends else (1, tokens // self.sequence_ranks, self.hidden_size)
         if self.sequence_ranks == 1:
             stream = whole[stage.stack]
-        shapes = [stream] if stage.stack == 0 else [stream, whole[0]]
-        return tuple(_meta(shape, self.dtype) for shape in shapes)
+        sent = _meta(stream, self.dtype if stage.ends else self.residual_dtypes[stage.stack])
+        return (sent,) if stage.stack == 0 else (sent, _meta(whole[0], self.dtype))
 
 
 def _meta(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

@@ -387,7 +387,7 @@ def _stacks(
             cross=cross,
             cross_attention=decisions["cross training"] if cross else None,
             encoder_length=form.seq_length if cross else 0,
-            widths=widths,
+            widths=replace(widths, residual=max(4, widths.residual)) if stack.fp32_residual else widths,
             compiled=compiled,
             trained_projections=PROJECTIONS if targets is None else targets,
             skips_norm_outputs=compiled and lora is not None and lora.can_skip_norm_output(stack) and not stack.fp8,

@@ -17,7 +17,7 @@ from ..run_precision import resolve_precision
 from ..schema.key_index import format_value
 from ..schema.optim import optimizer_kind, optimizer_settings
 from ..schema.root import T5ModelBlock
-from .rule_context import RuleContext, defaults_to_fp32, has_main_weights, no_effect, unused
+from .rule_context import RuleContext, defaults_to_fp32, has_16_bit_weights, has_main_weights, no_effect, unused
 
 
 def _stacks(context: RuleContext) -> Iterator[tuple[str, StackKeys]]:
@@ -82,6 +82,40 @@ def loss_scale_is_for_fp16(context: RuleContext) -> Iterator[Finding]:
     for name in ("native_amp_init_scale", "native_amp_growth_interval", "hysteresis"):
         when = f"with `precision` ({format_value(precision)}): the loss is scaled in fp16 only"
         yield from unused(context, f"model.{name}", "trainer.precision", when)
+
+
+def fp32_residual_needs_16_bit_weights(context: RuleContext) -> Iterator[Finding]:
+    """`fp32_residual_connection` has no effect with fp32 weights, beside which the residual stream is fp32 anyway."""
+    if has_16_bit_weights(context):
+        return
+    for at, stack in _stacks(context):
+        if stack.fp32_residual_connection:
+            when = "with fp32 or fp64 weights, beside which the residual stream is never narrower"
+            yield no_effect(f"{at}fp32_residual_connection", "trainer.precision", when)
+
+
+def t5_overflows_in_fp16(context: RuleContext) -> Iterator[Finding]:
+    """The residual stream of a T5 grows beyond the range of fp16, in pretrained ones the feed-forward layers too."""
+    model, precision = context.root.model, context.root.trainer.precision
+    if not isinstance(model, T5ModelBlock) or not resolve_precision(precision, True, None).scales_loss:
+        return
+    keys = tuple(f"model.{name}.fp32_residual_connection" for name in ("encoder", "decoder"))
+    if model.restore_from_path is not None:
+        yield Finding.warning(
+            ("trainer.precision", "model.restore_from_path"),
+            f"`precision` ({precision}): feed-forward layers of pretrained T5s are known to overflow in fp16 (above "
+            "65,504), which no loss scale prevents",
+            "trainer.precision=bf16, or 32",
+        )
+    elif has_16_bit_weights(context) and not (
+        model.encoder.fp32_residual_connection and model.decoder.fp32_residual_connection
+    ):
+        yield Finding.warning(
+            ("trainer.precision", *keys),
+            f"`precision` ({precision}): the residual stream of a T5 is known to overflow in fp16 (above 65,504), "
+            "which no loss scale prevents",
+            f"{' '.join(f'{key}=true' for key in keys)}, or trainer.precision=bf16",
+        )
 
 
 def norm_weight_decay_acts(context: RuleContext) -> Iterator[Finding]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from ....models.config.key_block import Finding
 from ....models.config.stack import divisors
 from ..node_counts import fits, min_nodes
-from .rule_context import RuleContext, has_main_weights, no_effect, num_data_ranks, num_processes
+from .rule_context import RuleContext, has_16_bit_weights, no_effect, num_data_ranks, num_processes
 
 PARALLEL_SIZE_KEYS = frozenset(
     f"model.{kind}_parallel_size"
@@ -120,8 +120,7 @@ def distributed_keys_need_processes(context: RuleContext) -> Iterator[Finding]:
     for path, acts in ((reduce, several), ("trainer.process_timeout", several or num_processes(context) > 1)):
         if path in context.given and not acts:
             yield no_effect(path, "trainer.devices", f"with one {_rank_name(context)}")
-    narrow_weights = trainer.precision in ("bf16-true", "16-true") or has_main_weights(context)
-    if reduce in context.given and several and not narrow_weights:
+    if reduce in context.given and several and not has_16_bit_weights(context):
         when = "with weights that are not 16-bit: gradients are reduced in their own dtype"
         yield no_effect(reduce, "trainer.precision", when)
 

@@ -69,8 +69,13 @@ def defaults_to_fp32(context: RuleContext) -> bool:
 def has_main_weights(context: RuleContext) -> bool:
     """Return True if the optimizer keeps fp32 main weights of 16-bit weights, as far as the keys decide that."""
     root = context.root
-    mixed = root.trainer.precision in ("bf16", 16, "16") or (root.trainer.precision is None)
+    mixed = root.trainer.precision in (None, "bf16", 16, "16")
     return mixed and root.model.megatron_amp_O2 and not defaults_to_fp32(context)
+
+
+def has_16_bit_weights(context: RuleContext) -> bool:
+    """Return True if weights are bf16 or fp16, as far as the keys decide that."""
+    return context.root.trainer.precision in ("bf16-true", "16-true") or has_main_weights(context)
 
 
 def choose_data(context: RuleContext, name: str, data_impl: str) -> str:
