@@ -415,7 +415,9 @@ def _stream_and_norms(inputs: StackInputs, moe: MoESlice | None) -> list[SavedTe
             SavedTensors("norm", moe_norms * extra, module, "moe"),
         ]
         if stack.block == "normformer":
-            saved.append(SavedTensors("norm", (branches - 1) * (extra + keeps_stream * elements * e)))
+            of_branch = norm_saved_bytes(stack.norm, elements, inputs.widths.branch)
+            keeps = norm_saves_input(stack.norm, inputs.widths.branch)
+            saved.append(SavedTensors("norm", (branches - 1) * (of_branch + keeps * elements * e)))
     return saved
 
 

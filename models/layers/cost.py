@@ -91,6 +91,11 @@ class ByteWidths:
     residual: int
 
     @property
+    def branch(self) -> int:
+        """Bytes per element of what branches return, as norms see it: autocast widens it."""
+        return self.residual if self.casts_weights else self.compute
+
+    @property
     def casts_weights(self) -> bool:
         """True if layers multiply with low-precision copies of their weights (autocast)."""
         return self.compute < self.weights

@@ -243,8 +243,8 @@ def mlp_memory(inputs: StackInputs, width: int) -> PartMemory:
         return PartMemory(saved, (1 + ups) * elements * e, recompute_inputs=recompute_inputs)
     if is_fp8_function(inputs, width):  # working: the gradient of the input of fc2; those of the outputs of fc1 in fp8
         return PartMemory((SavedTensors("mlp", ups * elements * e),), (e + 2 * ups) * elements)
-    norm, residual = inputs.stack.norm, inputs.widths.residual
-    has_norm, norm_keeps = inputs.stack.block == "normformer", norm_saves_input(norm, residual)
+    norm, itemsize = inputs.stack.norm, inputs.widths.branch
+    has_norm, norm_keeps = inputs.stack.block == "normformer", norm_saves_input(norm, itemsize)
     trains_down = "mlp_fc2" in inputs.trained_projections
     kept: list[SavedTensors] = []
     if not saves_only_output(mlp):
@@ -262,7 +262,7 @@ def mlp_memory(inputs: StackInputs, width: int) -> PartMemory:
     if has_norm:
         inner = elements * e if inputs.compiled or norm_keeps else 0
         if not inputs.compiled:
-            inner += norm_saved_bytes(norm, elements, residual)
+            inner += norm_saved_bytes(norm, elements, itemsize)
         kept.append(SavedTensors("activation", inner, "mlp_activation"))
     # the gradient of the result, then those of the outputs of fc1; by then the result is freed, unless it is read
     reads_result = saves_only_output(mlp) and not inputs.compiled

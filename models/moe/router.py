@@ -243,7 +243,7 @@ def _copies_input(inputs: StackInputs, moe: MoESlice) -> bool:
         return False
     if moe.jitter or moe.router_dtype == "fp64":
         return True
-    if inputs.widths.residual >= 4:
+    if inputs.widths.weights >= 4:
         return False
     aligned = supports_fp32_output(moe.experts, inputs.stack.hidden_size)
     return not (inputs.attention.call.device == "cuda" and aligned)

@@ -212,7 +212,8 @@ def saved_and_sent_compiled(
     width, dtype = inputs.stack.hidden_size, TORCH_DTYPES[facts.precision.weights]
     shards = inputs.residual_tokens < inputs.tokens
     shape = (1, inputs.residual_tokens) if shards else (inputs.batch, inputs.length)
-    hidden = torch.zeros(*shape, width, dtype=dtype, requires_grad=True)
+    wide = torch.promote_types(dtype, torch.float32) if module.fp32_residual else dtype
+    hidden = torch.zeros(*shape, width, dtype=wide, requires_grad=True)
     if module.tensor_parallel is not None:
         module.tensor_parallel.shards_tokens = shards
     rotary = None if module.rotary is None else module.rotary(inputs.length)
