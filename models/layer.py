@@ -240,7 +240,7 @@ def build_layer(
 ) -> Layer:
     """Build layer `number` of a stack, counted from 0."""
     normformer = stack.block == "normformer"
-    norm = partial(build_norm, stack.norm, stack.hidden_size)
+    norm = partial(build_norm, stack.norm, stack.hidden_size, wide_input=stack.fp32_residual)
     cross = None
     if cross_attention is not None:
         arguments = attention_arguments(stack, cross_attention, cross_backends or {})

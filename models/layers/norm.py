@@ -33,11 +33,16 @@ class BranchInput(NamedTuple):
 class LayerNorm(RecomputableModule):
     """Layer normalization over the last dimension; a layer recomputes its output before a projection.
 
+    Attributes:
+        wide_input: the input is an fp32 residual stream, which takes more memory than the output.
+
     Args:
         hidden_size: size of the last dimension.
         epsilon: added to the variance for numerical stability.
         zero_centered: store the weight minus one (Megatron's `layernorm1p`).
     """
+
+    wide_input: bool = False
 
     def __init__(self, hidden_size: int, epsilon: float, *, zero_centered: bool = False) -> None:
         super().__init__()
@@ -53,6 +58,8 @@ class LayerNorm(RecomputableModule):
 
 class RMSNorm(RecomputableModule):
     """Root-mean-square normalization over the last dimension; see `LayerNorm`, but without bias."""
+
+    wide_input: bool = False
 
     def __init__(self, hidden_size: int, epsilon: float, *, zero_centered: bool = False) -> None:
         super().__init__()
@@ -110,9 +117,11 @@ def is_wide_residual(residual: Tensor, weight: Tensor) -> bool:
 NORMS: dict[str, type[LayerNorm] | type[RMSNorm]] = {"layernorm": LayerNorm, "rmsnorm": RMSNorm}
 
 
-def build_norm(norm: NormSlice, width: int) -> LayerNorm | RMSNorm:
-    """Build a norm over `width` channels."""
-    return NORMS[norm.kind](width, norm.epsilon, zero_centered=norm.zero_centered)
+def build_norm(norm: NormSlice, width: int, *, wide_input: bool = False) -> LayerNorm | RMSNorm:
+    """Build a norm over `width` channels; for `wide_input` see `LayerNorm`."""
+    built = NORMS[norm.kind](width, norm.epsilon, zero_centered=norm.zero_centered)
+    built.wide_input = wide_input
+    return built
 
 
 # ---------------------------------------------------------------- cost

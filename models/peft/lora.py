@@ -88,10 +88,11 @@ class LoRALinear(FusedLinear, LoRAUpdate):
         """Return True for RMSNorm in compiled layers without LoRA dropout.
 
         The output of an RMSNorm can be recomputed from its input and a factor per row. With dropout, the masked input
-        of A is saved anyway; in eager mode, the norm itself would save fp32 copies.
+        of A is saved anyway; an fp32 residual stream takes more memory; in eager mode, the norm itself would save fp32
+        copies.
         """
-        can_fuse = self.fp8 is None and not self.lora.dropout
-        return torch.compiler.is_compiling() and isinstance(norm, RMSNorm) and can_fuse
+        spares = isinstance(norm, RMSNorm) and not norm.wide_input
+        return torch.compiler.is_compiling() and spares and self.fp8 is None and not self.lora.dropout
 
     def forward_with_norm(
         self, norm: LayerNorm | RMSNorm, hidden: Tensor, dropout: DropoutMask | None = None
