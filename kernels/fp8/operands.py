@@ -71,9 +71,14 @@ def dequantize(matrix: Quantized, dtype: torch.dtype = torch.float32) -> Tensor:
     return matrix.data.to(dtype) * scale.to(dtype)
 
 
+def row_multiple(granularity: str) -> int:
+    """Return what products contract the rows of a transpose in multiples of: 16 bytes, or whole tiles."""
+    return TILE if granularity == "tile" else 16
+
+
 def padding(length: int, granularity: str) -> int:
-    """Return the zeros after the rows of a transpose, along which products contract in steps of 16 or whole tiles."""
-    return -length % (TILE if granularity == "tile" else 16)
+    """Return the zeros after the rows of a transpose."""
+    return -length % row_multiple(granularity)
 
 
 def empty_cast(

@@ -58,7 +58,7 @@ def reference_cast(
     return data, F.pad(scale, (0, -scale.shape[1] % 4))[:, : scale.shape[1]]
 
 
-def _slope(inputs: Tensor, activation: str) -> Tensor:
+def slope(inputs: Tensor, activation: str) -> Tensor:
     """Return the derivative of an activation."""
     if activation in ("silu", "gelu_sigmoid"):
         factor = 1.0 if activation == "silu" else 1.702
@@ -80,4 +80,4 @@ def produce(producer: str, tensors: list[Tensor], activation: str) -> tuple[Tens
     if producer == "gated":
         return active * up, active * up
     outer = tensors[1].to(dtype)
-    return torch.cat((outer * up * _slope(gate, activation), outer * active), 1), active * up
+    return torch.cat((outer * up * slope(gate, activation), outer * active), 1), active * up

@@ -1,4 +1,7 @@
-"""Products of fp8 matrices, scaled to their values: torch's scaled matmul on a GPU, emulated elsewhere."""
+"""Products of fp8 matrices, scaled to their values: torch's scaled matmul on a GPU, emulated elsewhere.
+
+Scales of tiles and blocks, which cuBLAS knows on sm_90 for whole blocks, are else a grouped matmul of one group.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..launch import triton_runs_on
+from .grouped import triton_grouped_fp8
 from .operands import Quantized, dequantize
 from .recipe import TILE, Granularity
 
@@ -22,8 +27,12 @@ def _scaled_matmul(
     left, right = Quantized(a, a_scale, a_granularity), Quantized(b, b_scale, b_granularity)  # type: ignore[arg-type]
     if not (a.numel() and b.numel()):
         return a.new_zeros(a.shape[0], b.shape[0], dtype=out_dtype)
-    if a.is_cuda and out_dtype != torch.float64 and _torch_multiplies(left, right):
-        return _by_torch(left, right, out_dtype, fast_accumulation)
+    if a.is_cuda and out_dtype != torch.float64:
+        if _torch_multiplies(left, right):
+            return _by_torch(left, right, out_dtype, fast_accumulation)
+        if triton_runs_on(a) and left.granularity == "tile":
+            ends = torch.full((1,), a.shape[0], dtype=torch.int32, device=a.device)
+            return triton_grouped_fp8(left, right, ends, b.shape[0], out_dtype)
     return emulated_matmul(left, right, out_dtype)
 
 

@@ -119,7 +119,7 @@ def activation_backward_kernel(
     projected_pointer, inner_gradient_pointer, order_pointer, gates_pointer, projected_gradient_pointer,
     weighted_pointer, gate_gradient_pointer, width, GATED: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Compute the backward of the activation for one row per program, recomputing the activation from `projected`.
+    """Compute the backward of the activation for one row per program, recomputing the activation; 0 in empty rows.
 
     projected_pointer: (rows, width), GATED (rows, 2 width); projected_gradient_pointer likewise, written.
     inner_gradient_pointer: (rows, width), gradient of the second projection's input, before the factor of the gate.
@@ -152,6 +152,16 @@ def activation_backward_kernel(
             tl.store(projected_gradient_pointer + row * stride + column, gradient, mask=inside)
             tl.store(weighted_pointer + row * width + column, rounded(gate * value, element), mask=inside)
         tl.store(gate_gradient_pointer + assignment, tl.sum(products))
+    else:
+        zero = tl.zeros((BLOCK,), weighted_pointer.dtype.element_ty)
+        for begin in range(0, width, BLOCK):
+            column = begin + tl.arange(0, BLOCK)
+            tl.store(weighted_pointer + row * width + column, zero, mask=column < width)
+        for begin in range(0, 2 * width if GATED else width, BLOCK):
+            column = begin + tl.arange(0, BLOCK)
+            stored = column < (2 * width if GATED else width)
+            place = row * (2 * width if GATED else width) + column
+            tl.store(projected_gradient_pointer + place, zero, mask=stored)
 
 
 def _block(width: int) -> int:
@@ -203,7 +213,7 @@ def _triton_gate_gradient(rows: Tensor, gradient: Tensor, places: Tensor) -> Ten
 def activation_backward(
     projected: Tensor, inner_gradient: Tensor, order: Tensor, gates: Tensor, *, gated: bool, nonlinearity: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the backward of activation and gates; empty rows of the results are not written.
+    """Compute the backward of activation and gates; 0 in empty rows.
 
     Args:
         projected: result of the first projection, (rows, f), gated (rows, 2 f).

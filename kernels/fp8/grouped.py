@@ -1,0 +1,211 @@
+"""Grouped matmuls in fp8: rows sorted by expert times the matrix of their expert, and its gradient, without host syncs.
+
+R rows, E experts; expert e has the rows from ends[e - 1] to ends[e]. The gradients of the matrices contract rows, which
+fp8 operands hold along their own rows: `aligned_assignments` lets every expert begin at a multiple of 16 rows, of 128
+for scales of tiles, with empty rows between.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..launch import INTERPRETED, triton, triton_runs_on
+from ..moe.assignments import Assignments
+from ..moe.grouped_matmul import _programs
+from ..moe.tile_configs import device_capability, has_few_rows
+from ..moe.tile_map import find_tiles
+from .grouped_kernels import grouped_fp8_kernel, grouped_fp8_outer_kernel, grouped_tile
+from .operands import Quantized, dequantize, row_multiple
+from .recipe import TILE, Granularity
+
+
+def aligned_assignments(assignments: Assignments, granularity: Granularity) -> Assignments:
+    """Return the assignments with empty rows at the end of each expert, so that the next begins where fp8 reads it.
+
+    Args:
+        assignments: from `sorted_assignments`, T k rows.
+        granularity: of the scales of the rows.
+
+    Returns:
+        Those of R rows, T k with (multiple - 1) more for each expert, rounded up to the multiple.
+    """
+    order, ends, places = assignments
+    multiple = row_multiple(granularity)
+    starts = torch.cat((ends.new_zeros(1), ends[:-1]))
+    padded_ends = ((ends - starts + multiple - 1) // multiple * multiple).cumsum(0, dtype=torch.int32)
+    shifts = torch.cat((ends.new_zeros(1), padded_ends[:-1])) - starts
+    count = order.shape[0] + ends.shape[0] * (multiple - 1)
+    count = (count + multiple - 1) // multiple * multiple
+    rows = torch.arange(order.shape[0], dtype=torch.int32, device=order.device)
+    expert = torch.searchsorted(ends, rows, right=True, out_int32=True).clamp(max=ends.shape[0] - 1)
+    target = torch.where(order >= 0, rows + shifts[expert], count)  # empty rows go to a place that is cut off
+    padded = torch.full((count + 1,), -1, dtype=torch.int32, device=order.device)
+    padded = padded.scatter(0, target.long(), order)[:-1]
+    place = places.clamp(min=0)
+    moved = place + shifts[expert[place.long()]] if order.shape[0] else place
+    return Assignments(padded, padded_ends, torch.where(places >= 0, moved, -1))
+
+
+# ---------------------------------------------------------------- Triton
+
+
+def triton_grouped_fp8(
+    a: Quantized, b: Quantized, ends: Tensor, width: int, out_dtype: torch.dtype, *, fast_accumulation: bool = False
+) -> Tensor:
+    """Launch the kernel of `grouped_scaled_matmul`."""
+    rows, depth = a.data.shape
+    experts = ends.shape[0]
+    stacked = b.data.shape[1] == depth  # else side by side
+    out = a.data.new_empty(rows, width, dtype=out_dtype)
+    if not out.numel():
+        return out
+    capability = device_capability(a.data.device)
+    few_rows = has_few_rows(rows, experts)
+    tile = grouped_tile(
+        "rows", a.granularity, capability, fast_accumulation=fast_accumulation, few_rows=few_rows
+    )  # fmt: skip
+    tiles = find_tiles(ends, rows, tile["BLOCK_M"])
+    grid = (_programs(out.device, len(tiles.experts) * triton.cdiv(width, tile["BLOCK_N"]), 1),)
+    block_stride = b.scale.stride(0)
+    scale_stride = {"tensor": 0, "tile": 0, "row": width if stacked else 0, "block": 0}[b.granularity]
+    if b.granularity == "block":
+        scale_stride = width // TILE * block_stride if stacked else depth // TILE
+    grouped_fp8_kernel[grid](
+        a.data, b.data, a.scale, b.scale, out, ends, tiles.experts, tiles.rows, tiles.num_tiles,
+        rows, experts, width, depth, width * depth if stacked else depth, b.data.stride(0), scale_stride, block_stride,
+        A_SCALES=a.granularity, B_SCALES=b.granularity, FAST=fast_accumulation,
+        EVEN_DEPTH=depth % tile["BLOCK_K"] == 0, EVEN_WIDTH=width % tile["BLOCK_N"] == 0,
+        enable_fp_fusion=True, **tile,
+    )  # fmt: skip
+    return out
+
+
+def triton_grouped_fp8_outer(
+    a: Quantized, b: Quantized, ends: Tensor, out_dtype: torch.dtype, *, fast_accumulation: bool = False
+) -> Tensor:
+    """Launch the kernel of `grouped_scaled_outer`."""
+    height, width = a.data.shape[0], b.data.shape[0]
+    out = a.data.new_empty(ends.shape[0], height, width, dtype=out_dtype)
+    if not out.numel():
+        return out
+    capability = device_capability(a.data.device)
+    tile = grouped_tile("outer", a.granularity, capability, fast_accumulation=fast_accumulation)
+    heaviest = find_tiles(ends, a.data.shape[1], TILE).experts_by_load
+    grid = (ends.shape[0] * triton.cdiv(height, tile["BLOCK_M"]) * triton.cdiv(width, tile["BLOCK_N"]),)
+    grouped_fp8_outer_kernel[grid](
+        a.data, b.data, a.scale, b.scale, out, ends, heaviest, height, width, a.data.stride(0), b.data.stride(0),
+        A_SCALES=a.granularity, FAST=fast_accumulation,
+        EVEN_HEIGHT=height % tile["BLOCK_M"] == 0, EVEN_WIDTH=width % tile["BLOCK_N"] == 0,
+        MULTIPLE=row_multiple(a.granularity), enable_fp_fusion=True, **tile,
+    )  # fmt: skip
+    return out
+
+
+# ---------------------------------------------------------------- custom operations
+
+
+def _use_triton(tensor: Tensor, out_dtype: torch.dtype) -> bool:
+    return (triton_runs_on(tensor) or (INTERPRETED and tensor.is_cpu)) and out_dtype != torch.float64
+
+
+def _expert_matrices(b: Quantized, experts: int, depth: int, dtype: torch.dtype) -> Tensor:
+    """Return the values of the matrices, (E, N, K)."""
+    values = dequantize(b, dtype)
+    return (
+        values.view(experts, -1, depth)
+        if b.data.shape[1] == depth
+        else values.unflatten(1, (experts, depth)).transpose(0, 1)
+    )
+
+
+@torch.library.custom_op("stoker::fp8_grouped_matmul", mutates_args=())
+def _grouped(
+    a: Tensor, a_scale: Tensor, a_granularity: str, b: Tensor, b_scale: Tensor, b_granularity: str, ends: Tensor,
+    width: int, out_dtype: torch.dtype, fast_accumulation: bool,
+) -> Tensor:  # fmt: skip
+    left: Any = Quantized(a, a_scale, a_granularity)  # type: ignore[arg-type]
+    right: Any = Quantized(b, b_scale, b_granularity)  # type: ignore[arg-type]
+    if _use_triton(a, out_dtype):
+        return triton_grouped_fp8(left, right, ends, width, out_dtype, fast_accumulation=fast_accumulation)
+    dtype = torch.promote_types(out_dtype, torch.float32)
+    rows, matrices = dequantize(left, dtype), _expert_matrices(right, ends.shape[0], a.shape[1], dtype)
+    out, first = rows.new_zeros(a.shape[0], width), 0
+    for expert, end in enumerate(ends.tolist()):
+        out[first:end] = rows[first:end] @ matrices[expert].t()
+        first = end
+    return out.to(out_dtype)
+
+
+@_grouped.register_fake
+def _(
+    a: Tensor, a_scale: Tensor, a_granularity: str, b: Tensor, b_scale: Tensor, b_granularity: str, ends: Tensor,
+    width: int, out_dtype: torch.dtype, fast_accumulation: bool,
+) -> Tensor:  # fmt: skip
+    return a.new_empty(a.shape[0], width, dtype=out_dtype)
+
+
+@torch.library.custom_op("stoker::fp8_grouped_outer", mutates_args=())
+def _outer(
+    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, granularity: str, ends: Tensor, out_dtype: torch.dtype,
+    fast_accumulation: bool,
+) -> Tensor:  # fmt: skip
+    left: Any = Quantized(a, a_scale, granularity)  # type: ignore[arg-type]
+    right: Any = Quantized(b, b_scale, granularity)  # type: ignore[arg-type]
+    if _use_triton(a, out_dtype):
+        return triton_grouped_fp8_outer(left, right, ends, out_dtype, fast_accumulation=fast_accumulation)
+    dtype = torch.promote_types(out_dtype, torch.float32)
+    wide, deep, first, out = dequantize(left, dtype), dequantize(right, dtype), 0, []
+    for end in ends.tolist():
+        out.append(wide[:, first:end] @ deep[:, first:end].t())
+        first = end
+    return torch.stack(out).to(out_dtype)
+
+
+@_outer.register_fake
+def _(
+    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, granularity: str, ends: Tensor, out_dtype: torch.dtype,
+    fast_accumulation: bool,
+) -> Tensor:  # fmt: skip
+    return a.new_empty(ends.shape[0], a.shape[0], b.shape[0], dtype=out_dtype)
+
+
+# ---------------------------------------------------------------- public functions
+
+
+def grouped_scaled_matmul(
+    a: Quantized, b: Quantized, ends: Tensor, width: int, out_dtype: torch.dtype, *, fast_accumulation: bool = False
+) -> Tensor:
+    """Multiply each row by the transposed matrix of its expert.
+
+    Args:
+        a: rows sorted by expert, (R, K).
+        b: matrices (N, K) of the experts, stacked (E N, K), or side by side, (N, E K); for `block` scales N or K, along
+            which they lie, must be a multiple of 128.
+        ends: exclusive end row of each expert, (E,) int32, ascending.
+        width: N.
+        out_dtype: dtype of the result; fp64 is computed in fp64.
+        fast_accumulation: as in `scaled_matmul`.
+
+    Returns:
+        (R, N); rows after ends[-1] are 0. Not differentiable.
+    """
+    assert b.granularity != "block" or (width if b.data.shape[1] == a.data.shape[1] else a.data.shape[1]) % TILE == 0
+    return _grouped(*a, *b, ends, width, out_dtype, fast_accumulation)
+
+
+def grouped_scaled_outer(
+    a: Quantized, b: Quantized, ends: Tensor, out_dtype: torch.dtype, *, fast_accumulation: bool = False
+) -> Tensor:
+    """Sum a[:, r] b[:, r]^T over the rows r of each expert: (E, M, N), 0 for an expert without rows.
+
+    Args:
+        a: transposed rows, (M, R), of experts from `aligned_assignments`.
+        b: likewise, (N, R), with scales of the same granularity.
+        ends: exclusive end row of each expert, (E,) int32, multiples of `operands.row_multiple`.
+        out_dtype: as in `grouped_scaled_matmul`.
+        fast_accumulation: as in `scaled_matmul`.
+    """
+    return _outer(a.data, a.scale, b.data, b.scale, a.granularity, ends, out_dtype, fast_accumulation)
