@@ -146,7 +146,8 @@ def build_model(
                 apply_peft(model, get_stacks(model), described, peft)
         if expert_parallel is not None:
             apply_expert_parallel(model, expert_parallel)
-        apply_fp8(get_stacks(model), described.stacks, tensor_parallel, context_parallel)
+        if "training" in kinds:
+            apply_fp8(get_stacks(model), described.stacks, tensor_parallel, context_parallel, expert_parallel)
         if pipeline_parallel is not None:
             apply_pipeline_parallel(model, get_stacks(model), pipeline_parallel)
         if relay is not None:

@@ -5,19 +5,21 @@ Parameters keep their names and dtypes, and so do checkpoints. Embeddings, head,
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import cast
 
-from torch import nn
+from torch import Tensor, nn
 
 from .config.fp8 import MULTIPLE, Fp8Slice
 from .config.stack import StackSlice
 from .layer import Layer
 from .layers.fp8_linear import Fp8Linear, with_fp8
 from .layers.mlp import MLP
+from .moe.experts import Experts
 from .moe.moe_layer import MoE
 from .parallel.collectives import TensorParallel
 from .parallel.context import ContextParallel
+from .parallel.expert import ExpertParallel
 from .parallel.fp8 import AmaxReduce, Fp8Product
 from .parallel.linear import ColumnParallelLinear, RowParallelLinear
 from .peft.ia3 import IA3InputLinear, IA3OutputLinear
@@ -35,8 +37,9 @@ def apply_fp8(
     slices: Sequence[StackSlice],
     tensor_parallel: TensorParallel | None = None,
     context_parallel: ContextParallel | None = None,
+    expert_parallel: ExpertParallel | None = None,
 ) -> None:
-    """Let the linear layers of attention and MLP multiply in fp8 in training, in place.
+    """Let the linear layers of attention and MLP, and experts, multiply in fp8 in training, in place.
 
     Args:
         stacks: stacks of a model on the meta device, split over the tensor-parallel ranks and with PEFT modules if it
@@ -44,26 +47,47 @@ def apply_fp8(
         slices: their slices.
         tensor_parallel: the tensor-parallel ranks; None for one.
         context_parallel: the context-parallel ranks; None for one.
+        expert_parallel: the expert-parallel ranks; None for one.
 
     Raises:
         ValueError: the widths of a matrix are no multiples of 16.
     """
+    tensor, tokens, owners = _groups(tensor_parallel), _groups(context_parallel), _groups(expert_parallel)
     for stack, part in zip(stacks, slices, strict=True):
         if part.fp8 is None:
             continue
-        for number, is_fp8 in enumerate(part.fp8.layers):
-            if not is_fp8:
-                continue
-            layer = cast(Layer, stack.layers[number])
+        for layer in (cast(Layer, stack.layers[number]) for number, is_fp8 in enumerate(part.fp8.layers) if is_fp8):
             for module in _parts(layer):
                 if isinstance(module, LoRAMLP):
                     module.fused = False
                 for name in _PROJECTIONS:
                     linear = getattr(module, name, None)
                     if isinstance(linear, nn.Linear):
-                        setattr(
-                            module, name, _multiply_in_fp8(linear, name, part.fp8, tensor_parallel, context_parallel)
-                        )
+                        _check_widths(linear, name, tensor_parallel)
+                        replaced = with_fp8(linear) if type(linear) is nn.Linear else linear
+                        assert isinstance(replaced, _Multiplies)
+                        own = tensor if isinstance(linear, _Splits) else ()
+                        replaced.fp8 = _product(part.fp8, (*own, *tokens), own)
+                        setattr(module, name, replaced)
+            experts = layer.mlp.experts if isinstance(layer.mlp, MoE) else None
+            if type(experts) is Experts and not part.why_experts_without_fp8:
+                shared = tensor if tensor_parallel is not None and tensor_parallel.sequence else ()
+                groups = (*shared, *tokens, *owners)
+                experts.fp8 = _product(part.fp8, groups, owners), _product(part.fp8, groups, owners)
+
+
+def _groups(ranks: TensorParallel | ContextParallel | ExpertParallel | None) -> tuple[str, ...]:
+    return () if ranks is None else (ranks.group,)
+
+
+def _product(fp8: Fp8Slice, groups: tuple[str, ...], weight_groups: tuple[str, ...]) -> Fp8Product:
+    """Return a product whose inputs are split over the ranks of these groups, and its weight over those."""
+    agrees = fp8.reduce_amax and fp8.recipe.scaling == "tensorwise"
+    return Fp8Product(
+        fp8.recipe,
+        AmaxReduce(groups) if agrees and groups else None,
+        AmaxReduce(weight_groups) if agrees and weight_groups else None,
+    )
 
 
 def _parts(layer: Layer) -> Iterator[nn.Module]:
@@ -76,14 +100,7 @@ def _parts(layer: Layer) -> Iterator[nn.Module]:
         yield mlp
 
 
-def _multiply_in_fp8(
-    linear: nn.Linear,
-    name: str,
-    fp8: Fp8Slice,
-    tensor_parallel: TensorParallel | None,
-    context_parallel: ContextParallel | None,
-) -> nn.Linear:
-    """Return the layer, or an equal one in its place, that multiplies in fp8."""
+def _check_widths(linear: nn.Linear, name: str, tensor_parallel: TensorParallel | None) -> None:
     for width in linear.weight.shape:
         if width % MULTIPLE:
             of = "" if tensor_parallel is None else f" on each of {tensor_parallel.size} tensor-parallel ranks"
@@ -91,35 +108,28 @@ def _multiply_in_fp8(
                 f"`fp8` (True) needs matrices whose widths are multiples of {MULTIPLE}, and `{name}` is "
                 f"{linear.weight.shape[0]} x {linear.weight.shape[1]}{of}; use fp8=false, or other widths."
             )
-    replaced = with_fp8(linear) if type(linear) is nn.Linear else linear
-    assert isinstance(replaced, _Multiplies)
-    groups: list[str] = [] if context_parallel is None else [context_parallel.group]
-    weight_groups: list[str] = []
-    if tensor_parallel is not None and isinstance(linear, _Splits):
-        groups.append(tensor_parallel.group)
-        weight_groups.append(tensor_parallel.group)
-    agrees = fp8.reduce_amax and fp8.recipe.scaling == "tensorwise"
-    replaced.fp8 = Fp8Product(
-        fp8.recipe,
-        AmaxReduce(tuple(groups)) if agrees and groups else None,
-        AmaxReduce(tuple(weight_groups)) if agrees and weight_groups else None,
-    )
-    return replaced
 
 
-def fp8_layers(model: nn.Module) -> dict[str, nn.Linear]:
-    """Return the linear layers that multiply in fp8, by name."""
-    return {
-        name: cast(nn.Linear, module)
-        for name, module in model.named_modules()
-        if isinstance(getattr(module, "fp8", None), Fp8Product)
-    }
+def fp8_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the linear layers and experts that multiply in fp8, by name."""
+    return {name: module for name, module in model.named_modules() if getattr(module, "fp8", None) is not None}
 
 
-def cast_fp8_weights(layers: Sequence[nn.Linear]) -> None:
-    """Cast the weights of fp8 layers for all micro batches of a step, frozen ones once."""
-    for layer in layers:
-        product = layer.fp8
-        assert isinstance(product, Fp8Product)
-        if product.cast is None or layer.weight.requires_grad:
-            product.cast_weight(layer.weight)
+def cast_fp8_weights(modules: Iterable[nn.Module]) -> None:
+    """Cast the weights of `fp8_modules` for all micro batches of a step, frozen ones once."""
+    for module in modules:
+        for product, weight in _weights(module):
+            if product.cast is None or weight.requires_grad:
+                product.cast_weight(weight)
+
+
+def _weights(module: nn.Module) -> list[tuple[Fp8Product, Tensor]]:
+    if isinstance(module, Experts):
+        assert module.fp8 is not None
+        return [
+            (product, weight.flatten(0, 1))
+            for product, weight in zip(module.fp8, (module.up, module.down), strict=True)
+        ]
+    assert isinstance(module, _Multiplies)
+    assert module.fp8 is not None
+    return [(module.fp8, module.weight)]

@@ -358,9 +358,7 @@ def layer_memory(inputs: StackInputs, *, is_moe: bool, is_fp8: bool = False) -> 
 
 def _linear_elements(weights: Weights, inputs: StackInputs) -> int:
     """Return the elements of the weights that are cast to fp8 only."""
-    if inputs.fp8 is None:
-        return 0
-    return sum(each.numel for each in weights.matrices if each.inputs != "expert rows" and each.name != "router")
+    return sum(each.numel for each in weights.matrices if inputs.is_in_fp8(each))
 
 
 def _existing(saved: Iterable[SavedTensors]) -> tuple[SavedTensors, ...]:
@@ -397,7 +395,8 @@ def _stream_and_norms(inputs: StackInputs, moe: MoESlice | None) -> list[SavedTe
     else:
         saved = [SavedTensors("norm", normed * elements * e, module)]
     # router and experts save one input; experts that gather rows save those rows instead
-    if moe is not None and (not runs_eager_experts(inputs, moe) or moe.shared_ffn_hidden_size):
+    gathers = moe is not None and (runs_eager_experts(inputs, moe) or inputs.experts_in_fp8)
+    if moe is not None and (not gathers or (moe.shared_ffn_hidden_size and not inputs.saves_fp8)):
         saved.append(SavedTensors("norm", elements * e, module, "moe"))
     norms = branches + (branches if stack.block == "normformer" else 0)
     saved.append(SavedTensors("norm", norms * norm_statistics_bytes(stack.norm, inputs.residual_tokens)))

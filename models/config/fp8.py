@@ -18,7 +18,7 @@ class Fp8Keys(ConfigBlock):
     """`model.fp8*` in every family (nemo_semantics 1.8)."""
 
     fp8: bool | None = None
-    """Multiply in fp8 in training: the linear layers of attention and MLP, forward and backward; experts, the
+    """Multiply in fp8 in training: the linear layers of attention and MLP, and experts, forward and backward;
     weights and all other arithmetic stay in the run's precision, and validation multiplies with the weights themselves.
     Needs a GPU from sm_89 (Ada, Hopper, Blackwell) and bf16; on a CPU it is emulated, slowly. null: False."""
     fp8_e4m3: bool = False

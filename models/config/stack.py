@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from ...kernels.attention.backend_support import BACKENDS_BY_NAME
 from .dense_stack import AttentionSlice, MLPSlice, NormSlice, attention_slice, is_own_block, mlp_slice, norm_slice
-from .fp8 import Fp8Keys, Fp8Slice, fp8_slice
+from .fp8 import MULTIPLE, Fp8Keys, Fp8Slice, fp8_slice
 from .key_block import Finding
 from .memory import (
     MemoryKeys,
@@ -73,6 +73,25 @@ class StackSlice:
     def is_own_block(self) -> bool:
         """True if the layers are a block of a user's own."""
         return is_own_block(self.block)
+
+    @property
+    def why_experts_without_fp8(self) -> str:
+        """Why experts multiply in the run's precision though linear layers multiply in fp8; empty if they do too."""
+        if self.fp8 is None or self.moe is None:
+            return ""
+        recipe, moe, multiple = self.fp8.recipe, self.moe, 128 if self.fp8.recipe.scaling == "blockwise" else MULTIPLE
+        reasons = {
+            "grouped fp8 matmuls add no bias (`bias`)": self.mlp.bias,
+            "experts have dropout (`moe_dropout`)": moe.dropout > 0,
+            "experts are padded to their capacity (`moe_pad_expert_input_to_capacity`)": moe.pad_to_capacity,
+            "experts run one after the other (`moe_grouped_gemm`)": moe.implementation == "sequential",
+            "the activation is your own (`activation`)": self.mlp.is_own,
+            "gradients of their weights would be in fp8 (`fp8_wgrad`)": not recipe.wgrad,
+            f"the widths of experts must be multiples of {multiple} (`hidden_size`, `moe_ffn_hidden_size`)": bool(
+                self.hidden_size % multiple or moe.ffn_hidden_size % multiple
+            ),
+        }
+        return next((reason for reason, holds in reasons.items() if holds), "")
 
     def recomputed_modules(
         self, layer: int, *, offloading: bool, whole: bool | None = None

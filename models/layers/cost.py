@@ -156,6 +156,17 @@ class StackInputs:
     keeps_fp8_casts: bool = False
 
     @property
+    def experts_in_fp8(self) -> bool:
+        """True if the experts of the layer at hand multiply in fp8."""
+        return self.fp8 is not None and not self.stack.why_experts_without_fp8 and not self.lora_experts
+
+    def is_in_fp8(self, matrix: Matrix) -> bool:
+        """Return True if a matrix of the layer at hand multiplies in fp8."""
+        if matrix.inputs == "expert rows":
+            return self.experts_in_fp8
+        return self.fp8 is not None and matrix.name != "router"
+
+    @property
     def saves_fp8(self) -> bool:
         """True if linear layers save an fp8 cast of their input, not their input."""
         return self.fp8 is not None and self.fp8.wgrad and not self.frozen_matrices
@@ -170,11 +181,15 @@ class StackInputs:
         fp8 = self.stack.fp8
         return replace(self, fp8=fp8.recipe if is_fp8 and fp8 is not None else None)
 
+    @property
+    def agrees_on_amaxes(self) -> bool:
+        """True if ranks with parts of a tensor of the layer at hand take the maximum of their amaxes."""
+        fp8 = self.stack.fp8
+        return self.fp8 is not None and fp8 is not None and fp8.reduce_amax and fp8.recipe.scaling == "tensorwise"
+
     def amax_traffic(self) -> tuple[Collective, ...]:
         """Return the traffic of the amaxes of a linear layer in fp8: of input, weight, and the output's gradient."""
-        if self.fp8 is None or self.fp8.scaling != "tensorwise" or self.stack.fp8 is None:
-            return ()
-        if not self.stack.fp8.reduce_amax:
+        if not self.agrees_on_amaxes:
             return ()
         found: list[Collective] = []
         if self.mesh.context > 1:
@@ -373,11 +388,8 @@ class LayerMemory:
 
     @property
     def fp8_flops(self) -> float:
-        """Those of linear layers that multiply in fp8, without experts and their router."""
-        if self.inputs.fp8 is None:
-            return 0.0
-        linear = (each for each in self.weights.matrices if each.inputs != "expert rows" and each.name != "router")
-        return Weights(tuple(linear)).forward_flops(self.matmul_rows)
+        """Those of linear layers and experts that multiply in fp8."""
+        return Weights(tuple(filter(self.inputs.is_in_fp8, self.weights.matrices))).forward_flops(self.matmul_rows)
 
     @property
     def mlp_flops(self) -> float:

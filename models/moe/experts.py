@@ -8,13 +8,15 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from ...kernels.moe.assignments import assignment_rows
+from ...kernels.fp8.experts import fp8_experts
+from ...kernels.moe.assignments import assignment_rows, sorted_assignments
 from ...kernels.moe.expert_mlps import expert_mlp
 from ..config.moe import MoESlice
 from ..config.stack import StackSlice
 from ..layers.dropout import ACTIVATION, LayerDropout, require_dropout
 from ..layers.mlp import load_activation
 from ..parallel.expert import ExpertParallel
+from ..parallel.fp8 import Fp8Product
 from .dispatch import DISPATCHERS, DispatcherName, ExpertInputs
 from .router import Routing
 
@@ -32,9 +34,12 @@ class Experts(nn.Module):
 
     Attributes:
         ranks: the expert-parallel ranks, of which this one holds its share of the experts; None: it holds all.
+        fp8: how `up` and `down`, each as one matrix of all experts, are multiplied by in training; None: in the dtype
+            of the tokens.
     """
 
     ranks: ExpertParallel | None = None
+    fp8: tuple[Fp8Product, Fp8Product] | None = None
 
     def __init__(
         self,
@@ -112,6 +117,8 @@ class Experts(nn.Module):
 
     def compute(self, inputs: ExpertInputs, residual: Tensor | None = None) -> Tensor:
         """Return the weighted outputs of this rank's experts, shaped like the tokens, plus `residual`."""
+        if self.fp8 is not None and self.training:
+            return self._compute_in_fp8(inputs, self.fp8, residual)
         tokens, weights = inputs.tokens, (self.up, self.down, self.up_bias, self.down_bias)
         if torch.is_autocast_enabled(tokens.device.type):
             dtype = torch.get_autocast_dtype(tokens.device.type)
@@ -137,6 +144,26 @@ class Experts(nn.Module):
             implementation=self.implementation if inputs.capacity is None else "padded",
             residual=residual,
         )
+
+    def _compute_in_fp8(
+        self, inputs: ExpertInputs, fp8: tuple[Fp8Product, Fp8Product], residual: Tensor | None
+    ) -> Tensor:
+        up, down = fp8
+        output = fp8_experts(
+            inputs.tokens,
+            inputs.gates,
+            self.up,
+            self.down,
+            sorted_assignments(inputs.experts, len(self.up), inputs.kept),
+            nonlinearity=self.nonlinearity,
+            gated=self.gated,
+            recipe=up.recipe,
+            up_cast=up.cast,
+            down_cast=down.cast,
+            reduce=up.reduce,
+            weight_reduce=up.weight_reduce,
+        )
+        return output if residual is None else residual + output
 
 
 def build_experts(stack: StackSlice, moe: MoESlice) -> Experts:

@@ -8,14 +8,16 @@ from typing import Self
 import torch
 from torch import Tensor, nn
 
+from ...kernels.fp8.recipe import TILE
 from ...kernels.moe.routing import expert_capacity
+from ..config.fp8 import MULTIPLE
 from ..config.moe import MoESlice
 from ..config.stack import StackSlice
 from ..layers.cost import Matrix, PartMemory, SavedTensors, StackInputs, Weights
 from ..layers.dropout import ROUTER_NOISE, LayerDropout
 from ..layers.mlp import MLP, build_mlp, mlp_memory, mlp_traffic, mlp_weights
 from ..memory.recompute import RecomputableModule, run_with_recompute
-from ..parallel.traffic import Collective
+from ..parallel.traffic import Collective, CommunicationAxis
 from .experts import Experts, build_experts
 from .router import STATISTIC_NAMES, Router, build_router, router_saved_bytes
 
@@ -217,7 +219,24 @@ def moe_traffic(inputs: StackInputs, moe: MoESlice) -> tuple[Collective, ...]:
     if inputs.mesh.context > 1:
         routed = (*routed, Collective("context", "all-gather", logits * inputs.mesh.context, "forward"))
     shared = mlp_traffic(inputs) if moe.shared_ffn_hidden_size else ()
+    routed = (*routed, *_expert_amax_traffic(inputs))
     return (*routed, *shared) if inputs.mesh.expert == 1 else (*routed, *shared, *_dispatch_traffic(inputs, moe))
+
+
+def _expert_amax_traffic(inputs: StackInputs) -> tuple[Collective, ...]:
+    """Return the traffic of the amaxes of experts in fp8: of rows, gated rows and both weights; of three gradients."""
+    mesh = inputs.mesh
+    if not inputs.experts_in_fp8 or not inputs.agrees_on_amaxes:
+        return ()
+    found, weights = list[Collective](), 0 if inputs.keeps_fp8_casts else 2
+    axes: dict[CommunicationAxis, int] = {"tensor": 2, "context": 2, "expert": 2 + weights}
+    sizes = mesh.tensor if mesh.sequence else 1, mesh.context, mesh.expert
+    for (axis, number), size in zip(axes.items(), sizes, strict=True):
+        if size == 1:
+            continue
+        found.append(Collective(axis, "all-reduce", 4 * number, "forward", number=number))
+        found.append(Collective(axis, "all-reduce", 4 * 3, "backward", number=3))
+    return tuple(found)
 
 
 def _dispatch_traffic(inputs: StackInputs, moe: MoESlice) -> tuple[Collective, ...]:
@@ -250,15 +269,21 @@ def moe_memory(inputs: StackInputs, moe: MoESlice) -> PartMemory:
     e, hidden = widths.compute, stack.hidden_size
     ups = 2 if stack.mlp.gated else 1
     rows, width = expert_rows(moe, tokens, inputs.routed_tokens), moe.ffn_hidden_size
+    if inputs.experts_in_fp8:  # the rows of each expert begin at a multiple
+        tile = TILE if inputs.fp8 is not None and inputs.fp8.scaling == "blockwise" else MULTIPLE
+        rows = -(-(rows + moe.experts // inputs.mesh.expert * (tile - 1)) // tile) * tile
     kept = [
         SavedTensors("experts", router_saved_bytes(inputs, moe), "moe"),
         SavedTensors("experts", rows * width * ups * e, "moe"),
     ]
-    if runs_eager_experts(inputs, moe):  # gathered rows, inputs of fc2, outputs of fc2
+    if inputs.experts_in_fp8:  # the cast of gathered rows
+        cast = 0 if inputs.frozen_matrices else inputs.saved_input_bytes(rows, hidden)
+        kept.append(SavedTensors("experts", cast, "moe"))
+    elif runs_eager_experts(inputs, moe):  # gathered rows, inputs of fc2, outputs of fc2
         kept.append(SavedTensors("experts", rows * (2 * hidden + width) * e, "moe"))
     if moe.dropout and not inputs.compiled:  # the scaled mask
         kept.append(SavedTensors("dropout", tokens * moe.topk * width * e, "moe"))
-    elif not moe.dropout and inputs.mesh.expert > 1:  # rows received from other ranks
+    elif not moe.dropout and inputs.mesh.expert > 1 and not inputs.experts_in_fp8:  # rows received from other ranks
         kept.append(SavedTensors("experts", rows * hidden * e, "moe"))
     activation_gradients = rows * width * e * (2 + ups)
     weights = moe_weights(stack, moe, expert_ranks=inputs.mesh.expert).numel * widths.weights

@@ -16,7 +16,7 @@ from stoker.models.build import build_model
 from stoker.models.config.batch_shape import BatchSpec
 from stoker.models.config.gpt import GPTKeys
 from stoker.models.config.peft import PeftKeys, peft_slice
-from stoker.models.fp8 import cast_fp8_weights, fp8_layers
+from stoker.models.fp8 import cast_fp8_weights, fp8_modules
 from stoker.trainer.train import run_training
 
 pytestmark = [
@@ -107,7 +107,7 @@ def gradients(device: str, recipe: str, *, kept: bool = False, peft: Any = None,
         peft=peft_slice(PeftKeys.model_validate(peft or {})),
     ).train()
     if kept:
-        cast_fp8_weights([*fp8_layers(model).values()])
+        cast_fp8_weights([*fp8_modules(model).values()])
     generator = torch.Generator().manual_seed(1)
     tokens, labels = (torch.randint(0, 120, (2, 64), generator=generator).to(device) for _ in range(2))
     model.batch_loss({"tokens": tokens, "labels": labels}, torch.tensor(128.0, device=device)).backward()

@@ -119,6 +119,7 @@ class Saved:
     def __init__(self, model: torch.nn.Module) -> None:
         own = (*model.parameters(), *model.buffers())
         shapes = [tuple(tensor.shape) for tensor in own]
+        shapes += [(shape[0] * shape[1], shape[2]) for shape in shapes if len(shape) == 3]  # of all experts together
         self._shapes = {*shapes, *((*shape[:-2], *shape[-2:][::-1]) for shape in shapes)}
         self._sizes: dict[int, int] = {}
         self._alive: list[Tensor] = []

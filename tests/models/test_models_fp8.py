@@ -16,7 +16,7 @@ from fork_server import ForkServer
 from parallel_models import batch_of, build
 from tiers import extra
 
-from stoker.models.fp8 import cast_fp8_weights, fp8_layers
+from stoker.models.fp8 import cast_fp8_weights, fp8_modules
 
 FP8: dict[str, Any] = {"fp8": True, "hidden_size": 64, "ffn_hidden_size": 64, "bias": False, "init_method_std": 0.1}
 LLAMA = FP8 | {"activation": "swiglu", "num_query_groups": 2, "normalization": "rmsnorm"}
@@ -95,7 +95,7 @@ def test_weights_cast_for_a_step_are_those_cast_for_each_pass() -> None:
     model = build(LLAMA)
     _, wanted = passes(LLAMA, model)
     wanted = {name: each.clone() for name, each in wanted.items()}
-    layers: list[Any] = list(fp8_layers(model).values())
+    layers: list[Any] = list(fp8_modules(model).values())
     assert len(layers) == 2 * 4
     cast_fp8_weights(layers)
     first = layers[0].fp8.cast.rows.data.data_ptr()
@@ -121,7 +121,7 @@ def test_each_recipe_is_near_and_not_equal(recipe: str) -> None:
 def test_layers_at_the_ends_and_models_in_evaluation_multiply_as_before() -> None:
     ends = {"first_last_layers_bf16": True, "num_layers_at_start_in_bf16": 1, "num_layers_at_end_in_bf16": 0}
     model = build(LLAMA | ends)
-    assert {name.split(".")[2] for name in fp8_layers(model)} == {"1"}
+    assert {name.split(".")[2] for name in fp8_modules(model)} == {"1"}
     plain = build(LLAMA | {"fp8": False})
     assert {name: each.shape for name, each in model.state_dict().items()} == {
         name: each.shape for name, each in plain.state_dict().items()

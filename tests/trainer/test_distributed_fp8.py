@@ -30,8 +30,8 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "sequence, full": (4, FP8, SEQUENCE | LAYOUTS["full"]),
     "context": (2, FP8, CONTEXT | {"model__attention_dropout": 0.0}),
     "pipeline": (2, FP8, PIPELINE),
-    "experts": (2, MOE, EXPERT),
-    "experts, sequence": (2, MOE, EXPERT | SEQUENCE),
+    "experts, sequence": (2, MOE, SEQUENCE),  # data-parallel ranks that share experts have one scale for their batches
+    "experts of each rank, sequence": (2, MOE, EXPERT | SEQUENCE),
 }
 
 

@@ -59,7 +59,7 @@ from stoker.models.build import build_model, decide_compile
 from stoker.models.config import extensions
 from stoker.models.config.batch_shape import BatchSpec
 from stoker.models.dispatch.context_calls import ContextSplit
-from stoker.models.fp8 import fp8_layers
+from stoker.models.fp8 import fp8_modules
 from stoker.models.layers.dropout import DropoutMask
 from stoker.models.parallel.collectives import TensorParallel
 from stoker.models.parallel.layout import ParallelLayout
@@ -196,7 +196,7 @@ def ranks_agree_on_scales(harness: ConfigHarness) -> None:
             batch_spec=BatchSpec(seq_length=8),
             tensor_parallel=TensorParallel(0, 2, "group"),
         )
-        layers: list[Any] = list(fp8_layers(model).values())
+        layers: list[Any] = list(fp8_modules(model).values())
         return {layer.fp8.reduce is not None for layer in layers}
 
     assert reduces(True) == {True}

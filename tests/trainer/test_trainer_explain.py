@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiers import extra
 from tiny_run import tiny_config
 
 from stoker.kernels.attention.backend_support import BACKENDS
@@ -360,3 +361,38 @@ def test_the_calls_are_those_of_a_rank(capsys: pytest.CaptureFixture[str]) -> No
     assert "4 heads in 1 groups, head width 128, 4096 x 4096 tokens" in heads
     assert main(given) == 0
     assert "8 heads in 2 groups" in capsys.readouterr().out
+
+
+def test_fp8_names_each_matrix_with_its_reason(capsys: pytest.CaptureFixture[str]) -> None:
+    ends = ["model.first_last_layers_bf16=true", "model.num_layers_at_end_in_bf16=0"]
+    words = ["experiment=moe_bench", "model.fp8=true", "model.fp8_recipe=rowwise", *ends, "--arch", "sm90", "--json"]
+    assert main(["explain", "fp8", *words]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    found = {(row["name"], row["is_fp8"]): row for row in answer["matrices"]}
+    layers = list(range(1, 16))
+    assert found["decoder.layers.*.attention.qkv", True]["layers"] == layers
+    assert found["decoder.layers.*.mlp.experts", True]["how"] == "rowwise scaling, e4m3, gradients e5m2, Triton"
+    assert found["decoder.layers.*.mlp.experts", False]["how"] == "`model.first_last_layers_bf16`"
+    assert found["decoder.layers.*.mlp.router", False]["layers"] == [0, *layers]
+    assert {"head", "token_embedding"} <= {name for name, is_fp8 in found if not is_fp8}
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["model.moe_dropout=0.1"], "experts have dropout (`moe_dropout`)"),
+        *extra(
+            (["model.bias=true"], "grouped fp8 matmuls add no bias (`bias`)"),
+            (["model.fp8_wgrad=false"], "gradients of their weights would be in fp8 (`fp8_wgrad`)"),
+            (["model.fp8=false"], "`model.fp8` is off"),
+        ),
+    ],
+)
+def test_fp8_says_why_experts_do_not(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "fp8", "experiment=moe_bench", "model.fp8=true", *words, "--arch", "sm90"]) == 0
+    assert f"mlp.experts  layers 0-15: {says}" in capsys.readouterr().out
+
+
+def test_a_card_without_fp8_is_a_problem(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "fp8", "model=gpt_tiny", "model.fp8=true", "--arch", "sm80"]) == 2
+    assert "needs a GPU of compute capability 8.9 or later" in capsys.readouterr().out

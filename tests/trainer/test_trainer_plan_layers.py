@@ -158,6 +158,8 @@ CASES = {
     "fp8, t5": [*T5, "model.fp8=True"],
     "fp8, layers again": [*LLAMA, "model.fp8=True", *WHOLE, f"{RECOMPUTE}_method=uniform", f"{RECOMPUTE}_num_layers=1"],
     "fp8 beside experts": [*MOE, "model.fp8=True", "model.moe_shared_expert_intermediate_size=96"],
+    "fp8 experts": [*MOE, "model.fp8=True"],
+    "fp8, blockwise experts": [*MOE, "model.fp8=True", "model.fp8_recipe=blockwise", "model.moe_ffn_hidden_size=640"],
     "fp8, lora": [*LORA, "model.fp8=True"],
     "lora": LORA,
     "lora, norms again": [*LORA, f"{RECOMPUTE}_modules=[norm]"],

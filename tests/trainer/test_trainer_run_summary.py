@@ -7,7 +7,7 @@ from stoker.models.build import num_parameters
 from stoker.trainer.config.load import load_run_config
 from stoker.trainer.config.resolved_run import resolve_run
 from stoker.trainer.core.run_checks import check_default_dropout, choose_attention
-from stoker.trainer.core.run_summary import module_table
+from stoker.trainer.core.run_summary import describe_fp8, module_table
 from tests.helpers.resolved import build_data, build_model
 
 CPU = torch.device("cpu")
@@ -24,6 +24,35 @@ def test_the_table_of_modules_sums_up(model):
     numbers = [int(row[-1].replace(",", "")) for row in rows]
     assert rows[-1][0] == "total"
     assert sum(numbers[:-1]) == numbers[-1] == num_parameters(built)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "lines"),
+    [
+        ([], []),
+        (
+            ["model.fp8=true", "model.micro_batch_size=1"],
+            [
+                "fp8 in training: tensorwise scaling, e4m3, gradients e5m2 (delayed scaling, NeMo's default, needs "
+                "TransformerEngine), 16 linear layers, emulated on a CPU, slowly; weights are cast once a step; "
+                "validation multiplies in fp32"
+            ],
+        ),
+        (
+            ["model.fp8=true", "model.fp8_recipe=rowwise", "model.num_moe_experts=4", "model.bias=false"],
+            ["8 linear layers and experts of 4 layers"],
+        ),
+        (
+            ["model.fp8=true", "model.num_moe_experts=4", "model.first_last_layers_bf16=true", "model.bias=true"],
+            ["4 linear layers of 2 layers", "experts multiply in fp32: grouped fp8 matmuls add no bias (`bias`)"],
+        ),
+    ],
+)
+def test_a_run_tells_what_is_in_fp8(overrides, lines):
+    root = load_run_config(overrides=["model=gpt_tiny", "data=mock", "trainer.accelerator=cpu", *overrides]).root
+    found = list(describe_fp8(resolve_run(root), build_model(root, build_data(root)), CPU))
+    assert len(found) == len(lines)
+    assert all(line in full for line, full in zip(lines, found, strict=True)), found
 
 
 def dropout_warnings(*overrides: str) -> list[str]:

@@ -10,7 +10,7 @@ from torch import nn
 from ...models.build import LanguageModel, get_stacks, num_parameters
 from ...models.config.families import keys_by_stack
 from ...models.config.memory import join_module_names
-from ...models.fp8 import fp8_layers
+from ...models.fp8 import fp8_modules
 from ...models.model_cost import count_parameters
 from ...models.parallel.schedule import bubble_fraction
 from ...models.parallel.stages import PipelineSplit
@@ -91,17 +91,22 @@ def summarize_run(
 
 
 def describe_fp8(run: ResolvedRun, model: LanguageModel, device: torch.device) -> Iterator[str]:
-    """Yield the line about linear layers that multiply in fp8."""
+    """Yield the line about linear layers and experts that multiply in fp8."""
     slices = [stack.fp8 for stack in run.family.stacks if stack.fp8 is not None]
     if not slices:
         return
-    number = pluralize(len(fp8_layers(model)), "linear layer")
+    modules = fp8_modules(model).values()
+    linear = sum(isinstance(module, nn.Linear) for module in modules)
+    experts = f" and experts of {pluralize(len(modules) - linear, 'layer')}" if len(modules) > linear else ""
+    number = pluralize(linear, "linear layer") + experts
     of = "" if all(all(each.layers) for each in slices) else f" of {sum(sum(each.layers) for each in slices)} layers"
     how = ", emulated on a CPU, slowly" if device.type == "cpu" else ""
     casts = "; weights are cast once a step" if run.keeps_fp8_casts else ""
     nemo = " (delayed scaling, NeMo's default, needs TransformerEngine)" if run.model.fp8_recipe is None else ""
     recipe = f"{slices[0].description}{nemo}"
     yield f"fp8 in training: {recipe}, {number}{of}{how}{casts}; validation multiplies in {run.precision.compute}"
+    for reason in sorted({stack.why_experts_without_fp8 for stack in run.family.stacks} - {""}):
+        yield f"experts multiply in {run.precision.compute}: {reason}"
 
 
 def _describe_pipeline(run: ResolvedRun, split: PipelineSplit) -> str:

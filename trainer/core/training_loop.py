@@ -13,7 +13,7 @@ import torch
 
 from ...models.build import TORCH_DTYPES, LanguageModel
 from ...models.config.model import Family
-from ...models.fp8 import fp8_layers
+from ...models.fp8 import fp8_modules
 from ...models.model_cost import training_flops_per_sample
 from ...models.parallel.context import shard_batch
 from ..callbacks.expert_load import build_expert_load_metrics
@@ -162,7 +162,7 @@ def _build_module(run: RunContext, state: TrainingState, schedule: BatchSchedule
         expert_balancer=build_expert_balancer(
             keys, state.model, lambda step: schedule.batch_size(step) // keys.micro_batch_size, mesh.data
         ),
-        fp8_layers=[*fp8_layers(state.model).values()] if run.resolved.keeps_fp8_casts else [],
+        fp8_modules=[*fp8_modules(state.model).values()] if run.resolved.keeps_fp8_casts else [],
     )
 
 

@@ -65,7 +65,7 @@ class LanguageModule(pl.LightningModule):
             rank.
         graph_capture: wraps the function that runs a micro batch, see `cuda_graph.py`; None: eager.
         expert_balancer: called before and after each step; None without experts.
-        fp8_layers: fp8 layers whose weights are cast once for all micro batches of a step, not for each.
+        fp8_modules: those whose weights are cast to fp8 once for all micro batches of a step, not for each.
 
     Attributes:
         unwrapped_optimizer: the unwrapped optimizer; Lightning wraps it.
@@ -91,7 +91,7 @@ class LanguageModule(pl.LightningModule):
         pipeline: Callable[[Callable[[], None]], Pipeline] | None = None,
         graph_capture: Callable[[RunMicroBatch], RunMicroBatch] | None = None,
         expert_balancer: ExpertBalancer | None = None,
-        fp8_layers: Sequence[nn.Linear] = (),
+        fp8_modules: Sequence[nn.Module] = (),
     ) -> None:
         super().__init__()
         self.automatic_optimization = False
@@ -114,7 +114,7 @@ class LanguageModule(pl.LightningModule):
         self._accumulates = False
         self.pipeline = None if pipeline is None else pipeline(self._accumulate)
         self.expert_balancer = expert_balancer
-        self._fp8_layers = list(fp8_layers)
+        self._fp8_modules = list(fp8_modules)
         self._weight_offloads = find_weight_offloads(model)
         self.lr = schedule(step)
         self.pending_metrics: list[tuple[Tensor, ...]] = []
@@ -142,7 +142,7 @@ class LanguageModule(pl.LightningModule):
             targets = targets / loss_scale
         if self.expert_balancer is not None:
             self.expert_balancer.before_step(self.step, loss_scale)
-        cast_fp8_weights(self._fp8_layers)
+        cast_fp8_weights(self._fp8_modules)
         losses: list[Tensor] = []
         if self.data_parallel is not None:
             self.data_parallel.before_step(len(batch.indices))

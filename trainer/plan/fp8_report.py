@@ -103,22 +103,35 @@ def explain_fp8(root: RootBlock, arch: str | None = None) -> Fp8Report:
         problem = str(error)
     kernel = "emulated, slowly" if device == "cpu" else "torch's scaled matmul (cuBLAS)"
     how = f"{recipes[0].description}, {kernel}" if recipes else ""
-    return Fp8Report(where, problem, tuple(_matrices(model, how)))
+    reasons = (stack.why_experts_without_fp8 for stack in run.family.stacks)
+    experts = next(filter(None, reasons), "experts have LoRA updates")
+    return Fp8Report(where, problem, tuple(_matrices(model, how, experts)))
 
 
-def _matrices(model: nn.Module, how: str) -> list[Fp8Matrix]:
-    from ...models.fp8 import fp8_layers
+def _matrices(model: nn.Module, how: str, experts: str) -> list[Fp8Matrix]:
+    from torch import nn
 
-    in_fp8, found = fp8_layers(model), dict[tuple[str, bool, str], list[int]]()
+    from ...models.fp8 import fp8_modules
+    from ...models.moe.experts import Experts
+
+    in_fp8, found = fp8_modules(model), dict[tuple[str, bool, str], list[int]]()
+    layers = {_layer_of(name) for name in in_fp8}
     for name, module in model.named_modules():
         reason = _why_not(name, module, on=bool(how))
         if name in in_fp8:
-            reason = how
+            reason = how if isinstance(module, nn.Linear) else how.replace("torch's scaled matmul (cuBLAS)", "Triton")
+        elif reason and isinstance(module, Experts) and _layer_of(name) in layers:
+            reason = experts
         if reason:
             number = _NUMBER.search(f".{name}")
             pattern = _NUMBER.sub(".layers.*.", f".{name}").removeprefix(".")
             found.setdefault((pattern, name in in_fp8, reason), []).extend([int(number[1])] if number else [])
     return [Fp8Matrix(name, tuple(layers), is_fp8, why) for (name, is_fp8, why), layers in found.items()]
+
+
+def _layer_of(name: str) -> str:
+    number = _NUMBER.search(f".{name}")
+    return "" if number is None else f".{name}"[: number.end()]
 
 
 def _why_not(name: str, module: nn.Module, *, on: bool) -> str:
@@ -136,8 +149,6 @@ def _why_not(name: str, module: nn.Module, *, on: bool) -> str:
         return "`model.fp8` is off"
     if isinstance(module, Router):
         return "a router is small, and chooses by its scores"
-    if isinstance(module, Experts):
-        return "the matrices of experts multiply in the run's precision"
     if ".layers." not in f".{name}":
         return "the head and what belongs to it need the precision"
     if "adapter" in name or "prompt" in name:

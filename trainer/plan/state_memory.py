@@ -113,7 +113,7 @@ def _fp8_casts(run: RunInputs) -> int:
         for matrix in layer_weights(
             stack.stack, stack.cross, has_experts=experts, expert_ranks=run.mesh.expert
         ).matrices
-        if matrix.inputs != "expert rows" and matrix.name != "router"
+        if stack.with_layer(is_fp8=True).is_in_fp8(matrix)
     )
 
 
