@@ -20,6 +20,7 @@ from stoker.models.fp8 import cast_fp8_weights, fp8_modules
 
 FP8: dict[str, Any] = {"fp8": True, "hidden_size": 64, "ffn_hidden_size": 64, "bias": False, "init_method_std": 0.1}
 LLAMA = FP8 | {"activation": "swiglu", "num_query_groups": 2, "normalization": "rmsnorm"}
+EXPERTS = {"num_moe_experts": 4, "moe_router_topk": 2}
 BIASED = FP8 | {"num_query_groups": 2, "bias": True}
 T5 = FP8 | {"family": "t5", "position_embedding_type": "relative", "relative_attention_num_buckets": 8}
 LORA = {"peft": {"peft_scheme": "lora", "lora_tuning": {"adapter_dim": 4, "target_modules": ["all"]}}}
@@ -48,8 +49,9 @@ def distance(changes: dict[str, Any], others: dict[str, Any]) -> float:
 
 TP_CASES: list[tuple[Any, ...]] = [
     (LLAMA, True),
-    (BIASED, False),
     *extra(
+        (BIASED, False),
+        (LLAMA | EXPERTS, True),
         (BIASED | {"fp8_wgrad": False}, True),
         (LLAMA | FULL, True),
         (T5, True),
@@ -91,12 +93,13 @@ def test_recomputed_and_compiled_layers_have_the_same_gradients(changes: dict[st
         assert distance(LLAMA | changes, plain) < 1e-12
 
 
-def test_weights_cast_for_a_step_are_those_cast_for_each_pass() -> None:
-    model = build(LLAMA)
+@pytest.mark.parametrize("changes", [{}, EXPERTS])
+def test_weights_cast_for_a_step_are_those_cast_for_each_pass(changes: dict[str, Any]) -> None:
+    model = build(LLAMA | changes)
     _, wanted = passes(LLAMA, model)
     wanted = {name: each.clone() for name, each in wanted.items()}
     layers: list[Any] = list(fp8_modules(model).values())
-    assert len(layers) == 2 * 4
+    assert len(layers) == (2 * 3 if changes else 2 * 4)
     cast_fp8_weights(layers)
     first = layers[0].fp8.cast.rows.data.data_ptr()
     _, found = passes(LLAMA, model)
