@@ -178,7 +178,7 @@ class LoRASlice:
 
     def can_skip_norm_output(self, stack: StackSlice) -> bool:
         """Return True if compiled projections with updates save the residual, saved anyway, instead of its norm."""
-        spares = stack.norm.kind == "rmsnorm" and not stack.fp32_residual
+        spares = stack.norm.kind == "rmsnorm" and not stack.fp32_residual and stack.fp8 is None
         return spares and stack.block != "post_ln" and not (self.dropout or stack.is_own_block)
 
     def can_fuse_mlp(self, stack: StackSlice) -> bool:

@@ -220,17 +220,16 @@ def mlp_traffic(inputs: StackInputs) -> tuple[Collective, ...]:
     return (*amaxes, *up, *row_traffic(whole, mesh))
 
 
-def is_fp8_function(inputs: StackInputs, width: int) -> bool:
+def is_fp8_function(stack: StackSlice, width: int, *, compiled: bool, split: bool) -> bool:
     """Return True if an MLP of `width` is one function in fp8, which saves only the output of fc1 between its
-    projections.
+    projections; not with LoRA, nor if the ranks `split` it.
     """
-    mlp, stack = inputs.stack.mlp, inputs.stack
-    if inputs.fp8 is None or inputs.frozen_matrices or inputs.mesh.tensor > 1 or not mlp.gated:
-        return False
+    mlp, fp8 = stack.mlp, stack.fp8
     modules = frozenset[str]() if stack.recompute is None else stack.recompute.modules
-    repeats_norm = not inputs.compiled and "norm" in modules
-    plain = not (mlp.bias or mlp.dropout or stack.block == "normformer" or repeats_norm)
-    return plain and can_fuse_gated_mlp(inputs.fp8, width, mlp.nonlinearity)
+    repeats_norm = not compiled and "norm" in modules
+    if fp8 is None or split or not mlp.gated or mlp.bias or mlp.dropout or stack.block == "normformer" or repeats_norm:
+        return False
+    return can_fuse_gated_mlp(fp8.recipe, width, mlp.nonlinearity)
 
 
 def mlp_memory(inputs: StackInputs, width: int) -> PartMemory:
@@ -241,7 +240,10 @@ def mlp_memory(inputs: StackInputs, width: int) -> PartMemory:
     if inputs.fused_lora_mlp:  # working: gradients of the input of fc2 and of the outputs of fc1
         saved = (SavedTensors("mlp", ups * elements * e),)
         return PartMemory(saved, (1 + ups) * elements * e, recompute_inputs=recompute_inputs)
-    if is_fp8_function(inputs, width):  # working: the gradient of the input of fc2; those of the outputs of fc1 in fp8
+    in_fp8 = inputs.fp8 is not None and not inputs.frozen_matrices
+    if in_fp8 and is_fp8_function(
+        inputs.stack, width, compiled=inputs.compiled, split=inputs.mesh.tensor > 1
+    ):  # working: the gradient of the input of fc2; those of the outputs of fc1 in fp8
         return PartMemory((SavedTensors("mlp", ups * elements * e),), (e + 2 * ups) * elements)
     norm, itemsize = inputs.stack.norm, inputs.widths.branch
     has_norm, norm_keeps = inputs.stack.block == "normformer", norm_saves_input(norm, itemsize)

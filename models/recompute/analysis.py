@@ -17,7 +17,7 @@ from ..config.memory import RecomputeModule, RecomputeSlice
 from ..config.peft import LoRASlice, PeftSlice, peft_dropout
 from ..config.stack import StackSlice
 from ..config.t5 import T5Slice
-from ..layers.mlp import saves_only_output
+from ..layers.mlp import is_fp8_function, saves_only_output
 from ..peft.lora_mlp import is_lora_mlp_fused
 
 _CHEAP_FIRST: tuple[RecomputeModule, ...] = ("norm", "mlp_activation", "core_attention", "moe")
@@ -99,6 +99,11 @@ def activation_recompute_saves_nothing(stack: StackSlice, peft: PeftSlice | None
     return saves_only_output(stack.mlp) and not (compiled or has_successor)
 
 
+def _is_in_fp8(stack: StackSlice, peft: PeftSlice | None) -> bool:
+    """Return True if all layers of a dense stack multiply in fp8 and train their matrices."""
+    return stack.fp8 is not None and all(stack.fp8.layers) and stack.moe is None and not isinstance(peft, LoRASlice)
+
+
 def _idle(
     stack: StackSlice, call: AttentionCall, peft: PeftSlice | None, *, compiled: bool
 ) -> frozenset[RecomputeModule]:
@@ -106,6 +111,11 @@ def _idle(
     found: set[RecomputeModule] = set()
     if isinstance(peft, LoRASlice) and peft.can_skip_norm_output(stack):
         found.add("norm")
+    if _is_in_fp8(stack, peft):
+        if compiled and stack.fp8 is not None and stack.fp8.recipe.wgrad:
+            found.add("norm")
+        if is_fp8_function(stack, stack.mlp.ffn_hidden_size, compiled=compiled, split=stack.attention.split):
+            found.add("mlp_activation")
     saves_nothing = activation_recompute_saves_nothing(stack, peft, compiled=compiled)
     if saves_nothing or is_lora_mlp_fused(peft, stack, call.device, call.dtype):
         found.add("mlp_activation")
@@ -150,12 +160,23 @@ def ineffective_recompute_messages(
         idle = _idle(stack, decisions[labels[0]].call, peft, compiled=compiled)
         suggested = _suggested_modules(stack, frozenset() if effective is None else effective.modules, idle)
         advice = f"; {block}.activations_checkpoint_modules=[{','.join(suggested)}] saves memory" if suggested else ""
-        if "norm" in stack.recompute.modules & idle:
+        in_fp8 = _is_in_fp8(stack, peft)
+        if "norm" in stack.recompute.modules & idle and in_fp8:
+            yield (
+                "recomputing norm has no effect in compiled layers that multiply in fp8: they save a cast of the norm "
+                f"output, not the output{advice}"
+            )
+        elif "norm" in stack.recompute.modules & idle:
             yield (
                 "recomputing norm has no effect in compiled layers where LoRA updates the projection after an RMSNorm: "
                 f"they do not save the norm output{advice}"
             )
-        if "mlp_activation" in stack.recompute.modules & idle and saves_only_output(stack.mlp):
+        if "mlp_activation" in stack.recompute.modules & idle and in_fp8 and stack.mlp.gated:
+            yield (
+                "recomputing mlp_activation has no effect in MLPs that are one function in fp8: they do not save the "
+                f"activation output{advice}"
+            )
+        elif "mlp_activation" in stack.recompute.modules & idle and saves_only_output(stack.mlp):
             yield (
                 "recomputing mlp_activation has no effect on memory in layers that are not compiled: the backward of "
                 f"{stack.mlp.nonlinearity} needs only its output, and its input would be saved instead{advice}"

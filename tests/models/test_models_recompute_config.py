@@ -367,6 +367,38 @@ def test_a_relu_that_is_recomputed_saves_nothing_as_written(
     assert ("mlp_activation" in found) is not idle
 
 
+@pytest.mark.parametrize(
+    ("changes", "compiled", "kept", "says"),
+    [
+        ({}, True, None, ["norm", "mlp_activation"]),
+        ({f"{AT}modules": ["mlp_activation"]}, False, None, ["mlp_activation"]),
+        ({}, False, "mlp activation, norm", []),  # an eager layer repeats the norm, and so cannot be one function
+        ({"ffn_dropout": 0.1}, True, "mlp activation", ["norm"]),
+        ({"num_layers": 3, "first_last_layers_bf16": True}, True, "mlp activation, norm", []),
+    ],
+)
+def test_what_fp8_does_not_save_is_not_recomputed(
+    changes: dict[str, Any], compiled: bool, kept: str | None, says: list[str]
+) -> None:
+    fp8 = {"fp8": True, "activation": "swiglu", "openai_gelu": False, "bias": False, "hidden_size": 32}
+    fp8 |= {"ffn_hidden_size": 32, f"{AT}modules": ["norm", "mlp_activation"]} | changes
+    given, form = keys(**fp8), BatchSpec(seq_length=8)
+    described = family_slice(given, vocab_size=10, batch_spec=form)
+    decisions = build_model(
+        given,
+        vocab_size=10,
+        device="cpu",
+        dtype=torch.float32,
+        flags=AttentionFlags(),
+        micro_batch_size=2,
+        batch_spec=form,
+    ).attention_decisions
+    (saving,) = memory_saving_recompute(described, decisions, None, compiled=compiled)
+    assert (saving and saving.description) == (kept and f"{kept} of every layer")
+    notes = list(ineffective_recompute_messages(described, decisions, None, compiled=compiled))
+    assert [note.split()[1] for note in notes] == says
+
+
 # ---------------------------------------------------------------- CUDA graphs
 
 

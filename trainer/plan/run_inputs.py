@@ -390,7 +390,7 @@ def _stacks(
             widths=replace(widths, residual=max(4, widths.residual)) if stack.fp32_residual else widths,
             compiled=compiled,
             trained_projections=PROJECTIONS if targets is None else targets,
-            skips_norm_outputs=compiled and lora is not None and lora.can_skip_norm_output(stack) and not stack.fp8,
+            skips_norm_outputs=compiled and lora is not None and lora.can_skip_norm_output(stack),
             lora_experts=bool((targets or frozenset()) & {"mlp_fc1", "mlp_fc2"}),
             trains_router=peft is None or isinstance(peft, SelectiveSlice),
             fused_lora_mlp=is_lora_mlp_fused(peft, stack, call.device, call.dtype),
