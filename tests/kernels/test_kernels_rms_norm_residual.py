@@ -76,6 +76,30 @@ def test_bf16_errors_are_those_of_one_rounding(twice: bool, device: str) -> None
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_an_fp32_stream_beside_16_bit_weights(dtype: torch.dtype, device: str) -> None:
+    stream, weight, (on, *outer) = case(24, 260, torch.float32, device)
+    narrow = [x.detach().to(dtype) for x in (weight, *outer)]
+    weight = narrow[0].requires_grad_()
+    forked = rms_norm_residual(stream, weight, epsilon=1e-2, zero_centered=False, two_outputs=True)
+    assert [x.dtype for x in forked if x is not None] == [torch.float32, dtype, dtype]
+    expected = exact_gradients(stream, weight, [on, *narrow[1:]], zero_centered=False)
+    found = torch.autograd.grad(forked, (stream, weight), [on, *narrow[1:]])
+    assert [x.dtype for x in found] == [torch.float32, dtype]
+    for got, truth, error in zip(found, expected, (1e-5, torch.finfo(dtype).eps), strict=True):
+        atol = error * truth.abs().max().item()
+        torch.testing.assert_close(got.double(), truth, rtol=error, atol=atol)
+    *_, normed = module.triton_backward(
+        on, narrow[1], None, stream.detach(), weight.detach(), 1e-2, False, with_normed=True
+    )
+    assert normed is not None
+    truth = rms_norm(stream.double(), weight.double(), epsilon=1e-2)
+    assert normed.dtype == dtype
+    error, rounding = ((x.double() - truth).norm() for x in (normed, truth.to(dtype)))
+    assert error <= 1.02 * rounding
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("biased", [True, False])
 @pytest.mark.parametrize("learns", [True, False])
 @pytest.mark.parametrize(("rows", "width"), cases(SHAPES, fast=2))

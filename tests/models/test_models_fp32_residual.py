@@ -1,5 +1,7 @@
 """An fp32 residual stream beside 16-bit weights: its dtypes, its range, and what it saves from rounding."""
 
+from typing import Any
+
 import pytest
 import torch
 from gpt_builder import build_gpt
@@ -17,8 +19,8 @@ WIDTHS = [torch.bfloat16, torch.float16]
 TOKENS = torch.arange(32).view(2, 16)
 
 
-def gpt(dtype, **changes):
-    keys = {
+def gpt(dtype, **changes) -> Any:
+    keys: dict[str, Any] = {
         "num_layers": 4, "hidden_size": 32, "ffn_hidden_size": 64, "num_attention_heads": 2, "encoder_seq_length": 16,
         "hidden_dropout": 0.0, "attention_dropout": 0.0, "normalization": "rmsnorm", "bias": False,
         "fp32_residual_connection": True, **changes,
@@ -87,7 +89,7 @@ def test_small_branches_are_not_lost(dtype):
     """Each layer adds less than half a unit in the last place of a 16-bit stream."""
     results = {}
     for wide in (False, True):
-        keys = {"num_layers": 16, "position_embedding_type": "rope", "init_method_std": 0.3}
+        keys: dict[str, Any] = {"num_layers": 16, "position_embedding_type": "rope", "init_method_std": 0.3}
         model = gpt(dtype, **keys, fp32_residual_connection=wide)
         with torch.no_grad():
             model.token_embedding.weight.fill_(1.0).view(-1)[::2] = -1.0

@@ -20,6 +20,7 @@ FP16 = NO_BIAS | {
     "exp_manager__checkpoint_callback_params": {"save_top_k": 0, "save_last": False},
 }
 MOE = {"model__num_moe_experts": 4, "model__moe_router_topk": 2, "model__moe_aux_loss_coeff": 0.1}
+RESIDUAL = {"model__fp32_residual_connection": True}
 SPLITS: dict[str, dict[str, Any]] = {
     "sequence": {"model__tensor_model_parallel_size": 2, "model__sequence_parallel": True},
     "tensor": {"model__tensor_model_parallel_size": 2},
@@ -45,6 +46,7 @@ def runs(tmp_path_factory, forks):
         ("sequence zero1", 4, SPLITS["sequence"] | LAYOUTS["zero1"]),
         *extra(
             ("pipeline full", 4, SPLITS["pipeline"] | LAYOUTS["full"]),
+            ("residual pipeline", 4, SPLITS["pipeline"] | SPLITS["sequence"] | RESIDUAL),
             ("expert zero1", 4, SPLITS["expert"] | LAYOUTS["zero1"]),
             ("mixed tensor", 4, SPLITS["tensor"] | {"model__megatron_amp_O2": False}),
             ("true", 2, {"trainer__precision": "16-true"}),

@@ -2,6 +2,7 @@
 
 import json
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -162,7 +163,9 @@ def test_a_resumed_run_is_exact_with_overflows_before_and_after(tmp_path, precis
 
 
 def test_a_planted_overflow_changes_nothing_and_a_scale_at_its_minimum_ends_the_run(tmp_path, monkeypatch):
-    training_step, weights = LanguageModule.training_step, []
+    training_step: Any = LanguageModule.training_step
+    overflow: Any = Overflow
+    weights: list[list[torch.Tensor]] = []
 
     def step(module, batch, index):
         training_step(module, batch, index)
@@ -172,7 +175,7 @@ def test_a_planted_overflow_changes_nothing_and_a_scale_at_its_minimum_ends_the_
 
     def loss(model, *arguments):
         value = real(model, *arguments)
-        return Overflow.apply(value) if len(weights) in planted else value  # pyright: ignore[reportCallIssue]
+        return overflow.apply(value) if len(weights) in planted else value
 
     monkeypatch.setattr(LanguageModule, "training_step", step)
     monkeypatch.setattr(GPT, "_loss", loss)
