@@ -42,9 +42,10 @@ def runs(tmp_path_factory, forks):
     [
         *((name, 2, LAYOUTS[name]) for name in extra("ddp", "full", "grad")),
         *(("hybrid", 4, LAYOUTS["hybrid"]),) * bool(extra(1)),
-        *((name, 2, SPLITS[name]) for name in extra(*SPLITS)),
-        ("sequence zero1", 4, SPLITS["sequence"] | LAYOUTS["zero1"]),
+        ("sequence", 2, SPLITS["sequence"]),
+        *((name, 2, SPLITS[name]) for name in extra(*SPLITS) if name != "sequence"),
         *extra(
+            ("sequence zero1", 4, SPLITS["sequence"] | LAYOUTS["zero1"]),
             ("pipeline full", 4, SPLITS["pipeline"] | LAYOUTS["full"]),
             ("residual pipeline", 4, SPLITS["pipeline"] | SPLITS["sequence"] | RESIDUAL),
             ("expert zero1", 4, SPLITS["expert"] | LAYOUTS["zero1"]),

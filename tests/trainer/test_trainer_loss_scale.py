@@ -150,7 +150,7 @@ def test_a_resumed_run_is_exact_with_overflows_before_and_after(tmp_path, precis
     run_training(tiny_config(tmp_path / "resumed", **changes, **resumed))
     for kind in ("model", "optimizer", "ema"):
         ends = [tmp_path / name / "checkpoints" / "step-12" for name in ("whole", "resumed")]
-        assert difference(*ends, kind) == 0
+        assert difference(ends[0], ends[1], kind) == 0
     names = ("step", "loss", "grad_norm", "loss_scale", "skipped_steps", "lr")
     whole, second = ([[row[name] for name in names] for row in steps_of(tmp_path / d)] for d in ("whole", "resumed"))
     assert whole[6:] == second
