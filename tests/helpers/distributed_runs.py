@@ -12,6 +12,7 @@ import signal
 import time
 import traceback
 import zlib
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,8 @@ class DistributedRuns:
             ranks: number of ranks.
             changes: of `EXACT`, in the format of `tiny_run.tiny_document`; in addition `registers` is a module to
                 import first, `offloads` lets a CPU offload to fake host memory, `late` treats it as asynchronous to the
-                host, `told` is a (rank, step) that receives SIGTERM, and `overflow` one whose gradients overflow.
+                host, `told` is a (rank, step) that receives SIGTERM, and `overflow` one whose gradients
+                overflow: all of them, or with a third value one element of the shard that the rank updates.
         """
         directory = self.folder / name
         if not directory.exists():
@@ -184,14 +186,19 @@ def _train(directory: Path, ranks: Any, changes: dict[str, Any]) -> dict[str, An
         targets.append(int(batch.num_targets))
         overflows = overflow_at is not None and overflow_at[1] == len(steps)
         state = {name: shard.local.clone() for name, shard in _state(module).items()} if overflows else {}
-        if overflow_at == [ranks.rank, len(steps)]:
-            loss, module.model._loss = module.model._loss, lambda *arguments: Overflow.apply(loss(*arguments))
+        optimizer = module.unwrapped_optimizer
+        if overflows and overflow_at[0] == ranks.rank:
+            if len(overflow_at) == 2:
+                loss, module.model._loss = module.model._loss, lambda *arguments: Overflow.apply(loss(*arguments))
+            else:
+                optimizer._global_norm = partial(_overflowing_norm, optimizer)
         training_step(module, batch, batch_idx)
         module.model.__dict__.pop("_loss", None)
+        optimizer.__dict__.pop("_global_norm", None)
         for name, shard in _state(module).items() if overflows else ():
             assert torch.equal(shard.local, state[name]), f"{name} has changed in a skipped step"
-        if module.unwrapped_optimizer.loss_scale is not None:
-            scales.append(module.unwrapped_optimizer.loss_scale.scale.item())
+        if optimizer.loss_scale is not None:
+            scales.append(optimizer.loss_scale.scale.item())
 
     if module := changes.pop("registers", None):
         importlib.import_module(module)
@@ -212,6 +219,16 @@ def _train(directory: Path, ranks: Any, changes: dict[str, Any]) -> dict[str, An
     keys = config.root.model
     model_ranks = keys.tensor_model_parallel_size * keys.context_parallel_size * keys.pipeline_model_parallel_size
     return {"steps": steps, "targets": targets, "validation": values, "model_ranks": model_ranks, "scales": scales}
+
+
+def _overflowing_norm(optimizer: Any, gradients: list[list[Tensor]]) -> Tensor:
+    """Return the norm of gradients, one of which gets an infinite element."""
+    for group, found in zip(optimizer.param_groups, gradients, strict=True):
+        for name, gradient in zip(group["names"], found, strict=True):
+            if name.endswith(("mlp.up.weight", "experts.up")):
+                gradient.view(-1)[0] = float("inf")
+                return type(optimizer)._global_norm(optimizer, gradients)
+    raise AssertionError("no layer on this rank")
 
 
 def _state(module: Any) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from distributed_runs import DistributedRuns, records
 from test_distributed_parity import LAYOUTS, NO_BIAS, figures
-from tiers import extra
+from tiers import extra, full_only
 
 FP16 = NO_BIAS | {
     "trainer__precision": "16",
@@ -37,27 +37,37 @@ def runs(tmp_path_factory, forks):
     return DistributedRuns(tmp_path_factory.mktemp("runs"), forks)
 
 
-@pytest.mark.parametrize(
-    ("name", "ranks", "layout"),
-    [
-        *((name, 2, LAYOUTS[name]) for name in extra("ddp", "full", "grad")),
-        *(("hybrid", 4, LAYOUTS["hybrid"]),) * bool(extra(1)),
-        ("sequence", 2, SPLITS["sequence"]),
-        *((name, 2, SPLITS[name]) for name in extra(*SPLITS) if name != "sequence"),
-        *extra(
-            ("sequence zero1", 4, SPLITS["sequence"] | LAYOUTS["zero1"]),
-            ("pipeline full", 4, SPLITS["pipeline"] | LAYOUTS["full"]),
-            ("residual pipeline", 4, SPLITS["pipeline"] | SPLITS["sequence"] | RESIDUAL),
-            ("expert zero1", 4, SPLITS["expert"] | LAYOUTS["zero1"]),
-            ("mixed tensor", 4, SPLITS["tensor"] | {"model__megatron_amp_O2": False}),
-            ("true", 2, {"trainer__precision": "16-true"}),
-        ),
-    ],
-)
-def test_an_overflow_on_one_rank_skips_the_step_of_all(runs, name, ranks, layout):
-    directory = runs.run(name.replace(" ", "-"), ranks, overflow=[ranks - 1, 2], **(FP16 | layout))
+def check(runs: DistributedRuns, name: str, ranks: int, layout: dict[str, Any], *kind: str) -> None:
+    changes = FP16 | layout
+    directory = runs.run("-".join([*name.split(), *kind]), ranks, overflow=[ranks - 1, 2, *kind], **changes)
     # the ranks themselves check that neither weights nor state have changed in the second step
     assert [record["scales"] for record in records(directory)] == [[1024, 512, 512, 1024]] * ranks
     steps = [line for line in figures(directory) if "loss" in line]
     assert [line["skipped_steps"] for line in steps] == [0, 1, 1, 1]
     assert [line["grad_norm"] is None for line in steps] == [False, True, False, False]
+
+
+FOUR = {
+    "sequence zero1": SPLITS["sequence"] | LAYOUTS["zero1"],
+    "pipeline full": SPLITS["pipeline"] | LAYOUTS["full"],
+    "residual pipeline": SPLITS["pipeline"] | SPLITS["sequence"] | RESIDUAL,
+    "expert zero1": SPLITS["expert"] | LAYOUTS["zero1"],
+    "mixed tensor": SPLITS["tensor"] | {"model__megatron_amp_O2": False},
+    "hybrid": LAYOUTS["hybrid"],
+}
+TWO = {**{name: LAYOUTS[name] for name in ("ddp", "full", "grad")}, **SPLITS, "true": {"trainer__precision": "16-true"}}
+
+
+@full_only
+@pytest.mark.parametrize(("ranks", "name"), [*((2, name) for name in TWO), *((4, name) for name in FOUR)])
+def test_an_overflow_on_one_rank_skips_the_step_of_all(runs, ranks, name):
+    check(runs, name, ranks, (TWO | FOUR)[name])
+
+
+@pytest.mark.parametrize(
+    ("ranks", "name"),
+    [(2, "sequence"), *extra(*((2, name) for name in ("full", "grad", "tensor", "pipeline", "virtual", "expert"))),
+     *extra(*((4, name) for name in FOUR if name != "residual pipeline"))],
+)  # fmt: skip
+def test_an_overflow_of_one_shard_skips_the_step_of_all(runs, ranks, name):
+    check(runs, name, ranks, (TWO | FOUR)[name], "shard")
