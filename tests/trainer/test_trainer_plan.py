@@ -209,6 +209,19 @@ def test_measured_steps_are_met():
         assert planned(*overrides, card="h100").seconds == pytest.approx(seconds, rel=0.05), overrides
 
 
+def test_fp16_takes_what_bf16_does_and_pure_fp16_has_fp32_moments():
+    bf16, fp16, pure, mixed = (
+        planned(LLAMA, f"trainer.precision={name}", card="h100") for name in ("bf16", "16", "16-true", "16-mixed")
+    )
+    assert (fp16.seconds, fp16.memory.persistent) == (bf16.seconds, bf16.memory.persistent)
+    held = pure.memory.persistent
+    assert (held.main_weights, held.optimizer) == (0, bf16.memory.persistent.optimizer)
+    assert mixed.memory.persistent.weights == 2 * held.weights
+    wide = planned(LLAMA, "trainer.precision=16", "model.fp32_residual_connection=true", card="h100")
+    inputs = wide.inputs.stacks[0]
+    assert wide.memory.peak.total - fp16.memory.peak.total >= 16 * 2 * inputs.residual_elements  # inputs of the layers
+
+
 def test_a_card_that_waits_for_the_host_is_told_of():
     """T5 base, micro batch 16, beside an H100: 97 ms as launched one by one, 32 ms recorded."""
     small = ["model=t5_base", "model.global_batch_size=16", "model.micro_batch_size=16"]

@@ -233,7 +233,7 @@ def _update_bytes(run: RunInputs) -> float:
     trained, gradient = run.counts.trainable, run.widths.weights
     main = run.precision.main_weight_bytes or gradient
     state = num_state_elements(run) / max(1, trained)
-    per_parameter = main * 2 + state * main * 2 + gradient * 2 + gradient
+    per_parameter = main * 2 + state * run.precision.state_itemsize * 2 + gradient * 2 + gradient
     accumulation = (2 * 4 + gradient) * run.micro_batches if run.micro_batches > 1 else 0
     return run.sharded(trained) * per_parameter + trained * accumulation
 
