@@ -67,7 +67,8 @@ def test_an_overflow_on_one_rank_skips_the_step_of_all(runs, ranks, name):
 @pytest.mark.parametrize(
     ("ranks", "name"),
     [(2, "sequence"), *extra(*((2, name) for name in ("full", "grad", "tensor", "pipeline", "virtual", "expert"))),
-     *extra(*((4, name) for name in FOUR if name != "residual pipeline"))],
+     *extra(*((4, name) for name in FOUR if name in ("sequence zero1", "pipeline full", "expert zero1")))],
 )  # fmt: skip
 def test_an_overflow_of_one_shard_skips_the_step_of_all(runs, ranks, name):
+    """Layouts without replicas of a shard, whose gradients are equal once they have been all-reduced."""
     check(runs, name, ranks, (TWO | FOUR)[name], "shard")
