@@ -1,12 +1,13 @@
 """Data-parallel scaling on one machine: `experiment=llama_1b_bench` in every data-parallel layout.
 
     python scripts/bench/data_parallel.py [--devices 2] [--rounds 3] [--only ddp ...] [--results FILE.jsonl]
+    python scripts/bench/data_parallel.py --dry-run [--devices 2] [--only ddp ...]
 
 Every GPU trains one micro batch of 4 per step, so the work per GPU is the same in every run. GPUs of one machine differ
 by a few percent, and a job is as fast as the slowest one; so the baseline, `alone`, is the same training on every GPU
 at once without any communication, and a layout is compared with its slowest GPU. Layouts alternate; the figure of
 a run is the median of its windows of 10 steps, that of a layout the median of its rounds. Peak memory is what a layout
-adds to the memory allocated before it.
+adds to the memory allocated before it. `--dry-run` trains a tiny model on processes of the CPU and writes nothing.
 """
 
 from __future__ import annotations
@@ -42,6 +43,17 @@ LAYOUTS: dict[str, tuple[str, list[str]]] = {
 }
 
 
+DRY = [
+    "trainer.accelerator=cpu",
+    "trainer.precision=bf16",
+    "model.encoder_seq_length=32",
+    "model.num_layers=2",
+    "model.hidden_size=64",
+    "model.ffn_hidden_size=96",
+    "model.override_vocab_size=320",
+]
+
+
 class Windows(pl.Callback):
     """Time windows of steps, with a device sync at each end.
 
@@ -58,7 +70,8 @@ class Windows(pl.Callback):
         """After a step."""
         if pl_module.step >= WARM_UP and (pl_module.step - WARM_UP) % WINDOW == 0:
             pl_module.read_metrics()
-            torch.cuda.synchronize()
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
             self.ranks.barrier()
             now = time.perf_counter()
             if pl_module.step > WARM_UP:
@@ -66,7 +79,7 @@ class Windows(pl.Callback):
             self._start = now
 
 
-def train(name: str, ranks: Any) -> dict[str, Any]:
+def train(name: str, ranks: Any, *, dry: bool = False) -> dict[str, Any]:
     """Train with one layout and return the figures of this rank."""
     from stoker.trainer.config.load import load_run_config
     from stoker.trainer.config.resolved_run import resolve_run
@@ -75,22 +88,26 @@ def train(name: str, ranks: Any) -> dict[str, Any]:
     from stoker.trainer.data.batch_sampler import BatchSchedule, RankBatchSampler
     from stoker.trainer.data.build_datasets import build_data
     from stoker.trainer.data.dataloader import PrefetchingDataLoader
+    from stoker.trainer.distributed.mesh import build_mesh
     from stoker.trainer.lightning.lightning_module import LanguageModule
     from stoker.trainer.lightning.lightning_trainer import fit
 
     gc.collect()
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-    allocated_before = torch.cuda.memory_allocated()
+    allocated_before = 0
+    if not dry:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        allocated_before = torch.cuda.memory_allocated()
     world = ranks.world_size
     overrides = [f"trainer.devices={world}", f"model.global_batch_size={MICRO_BATCH * world}", *LAYOUTS[name][1]]
-    root = load_run_config(None, None, ["experiment=llama_1b_bench", *overrides]).root
-    device = torch.device("cuda", torch.cuda.current_device())
-    run = resolve_run(root, world_size=world, capability=torch.cuda.get_device_capability(device))
+    root = load_run_config(None, None, ["experiment=llama_1b_bench", *overrides, *(DRY if dry else [])]).root
+    device = torch.device("cpu") if dry else torch.device("cuda", torch.cuda.current_device())
+    run = resolve_run(root, world_size=world, capability=None if dry else torch.cuda.get_device_capability(device))
+    mesh = build_mesh(run.mesh, None, ranks)
     data = build_data(run.data)
-    data_parallel = training_state.build_data_parallel(run, device, ranks)
-    model = training_state.build_model(run, data.vocab_size, device, data_parallel=data_parallel)
-    optimizer = training_state.build_optimizer(run, model, data_parallel)
+    data_parallel = training_state.build_data_parallel(run, device, mesh)
+    model = training_state.build_model(run, data.vocab_size, device, data_parallel=data_parallel, mesh=mesh)
+    optimizer = training_state.build_optimizer(run, model, data_parallel, mesh)
     batches = RankBatchSampler(BatchSchedule(root.model.global_batch_size), MICRO_BATCH, ranks.rank, world)
     feed = PrefetchingDataLoader(data.train, batches, device)
     schedule = build_schedule(root.model.optim, 100)
@@ -102,7 +119,7 @@ def train(name: str, ranks: Any) -> dict[str, Any]:
     feed.close()
     return {
         "seconds": statistics.median(windows.seconds),
-        "peak_gib": (torch.cuda.max_memory_allocated() - allocated_before) / 2**30,
+        "peak_gib": 0.0 if dry else (torch.cuda.max_memory_allocated() - allocated_before) / 2**30,
     }
 
 
@@ -110,18 +127,22 @@ def work(rank: int, devices: int, arguments: argparse.Namespace) -> None:
     """Run all rounds on one rank."""
     from stoker.trainer.distributed.process_group import DistributedContext, init_distributed, shutdown_distributed
 
-    torch.cuda.set_device(rank)
+    if not arguments.dry_run:
+        torch.cuda.set_device(rank)
     store = TCPStore("127.0.0.1", arguments.port, devices, is_master=rank == 0)
     ranks = init_distributed(rank, devices, rank, store=store, timeout=300)
     done = 0
-    if arguments.results.exists():
+    if arguments.results.exists() and not arguments.dry_run:
         done = max(json.loads(line)["round"] for line in arguments.results.read_text().splitlines())
     ranks.barrier()
     rows: list[dict[str, Any]] = []
     for number in range(done + 1, done + 1 + arguments.rounds):
         for name in arguments.only:
             ranks.barrier()
-            row = train(name, DistributedContext() if name == "alone" else ranks)
+            row = train(name, DistributedContext() if name == "alone" else ranks, dry=arguments.dry_run)
+            if arguments.dry_run:
+                print(f"rank {rank}: {name} trained", flush=True)
+                continue
             gathered = [json.loads(text) for text in ranks.all_gather_text(json.dumps(row))]
             rows.append(
                 {
@@ -141,7 +162,7 @@ def work(rank: int, devices: int, arguments: argparse.Namespace) -> None:
                 print(f"round {number}: {name} {[round(1e3 * s, 1) for s in rows[-1]['seconds']]} ms", flush=True)
     ranks.barrier()
     shutdown_distributed()
-    if rank == 0:
+    if rank == 0 and not arguments.dry_run:
         print(table([json.loads(line) for line in arguments.results.read_text().splitlines()]))
 
 
@@ -175,6 +196,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", nargs="+", choices=list(LAYOUTS), default=list(LAYOUTS))
     parser.add_argument("--results", type=Path, default=Path("data_parallel.jsonl"))
+    parser.add_argument("--dry-run", action="store_true", help="try the layouts on the CPU, without results")
     parser.add_argument("--port", type=int, default=29555)
     arguments = parser.parse_args()
     spawn(work, (arguments.devices, arguments), nprocs=arguments.devices)

@@ -10,6 +10,7 @@ Source: Rajbhandari et al. 2020, arXiv 1910.02054, section 5 (ZeRO-1 communicate
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
@@ -129,15 +130,22 @@ class ReplicatedDataParallel(DataParallel):
                     weight.copy_(gather_rows(_chunk(weight, ranks), weight.shape[0], ranks.group))
 
     def _grad_hook(self, unit: int) -> Callable[[Tensor], None]:
+        owner = weakref.ref(self)  # a hook that held this object, which holds the parameter, would never be freed
+
         def hook(_: Tensor) -> None:
-            self._pending[unit] -= 1
-            if self._pending[unit] == 0:
-                self._pending[unit] = len(self._units[unit].parameters)
-                self._passed[unit] += 1
-                last = self._passed[unit] == self._micro_batches * self._units[unit].passes
-                self._on_unit_ready(self._units[unit], first=self._passed[unit] == 1, last=last)
+            strategy = owner()
+            if strategy is not None:
+                strategy._on_gradient(unit)
 
         return hook
+
+    def _on_gradient(self, unit: int) -> None:
+        self._pending[unit] -= 1
+        if self._pending[unit] == 0:
+            self._pending[unit] = len(self._units[unit].parameters)
+            self._passed[unit] += 1
+            last = self._passed[unit] == self._micro_batches * self._units[unit].passes
+            self._on_unit_ready(self._units[unit], first=self._passed[unit] == 1, last=last)
 
     @torch.no_grad()
     def _on_unit_ready(self, unit: _Unit, *, first: bool, last: bool) -> None:

@@ -66,10 +66,17 @@ def fit(
         progress = trainer.fit_loop.epoch_loop.manual_optimization.optim_step_progress.total
         progress.ready = progress.completed = module.step
         trainer.fit_loop.epoch_loop._batches_that_stepped = module.step  # of what callbacks log with `self.log`
+        # Lightning would broadcast before every batch whether rank 0 has received SIGTERM, and wait for the device to
+        # read it; `StopHandler` tells the other ranks without either.
+        trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = _do_nothing  # type: ignore[method-assign]
         # Raised for a signal that arrives before our handlers are restored; `StopHandler` has recorded it too.
         with suppress(SIGTERMException):
             trainer.fit(module)
     assert trainer.global_step == module.step
+
+
+def _do_nothing() -> None:
+    pass
 
 
 class _ResidentStrategy(SingleDeviceStrategy):
