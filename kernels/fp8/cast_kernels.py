@@ -190,13 +190,18 @@ def cast_kernel(
             value, row_amax_pointer, data_pointer, scale_pointer, row_tile, column_tile, 0, 0, rows, width, rows, whole,
             scale_stride, GRANULARITY, MAX, FACTOR, POWER_OF_TWO, BLOCK_M, BLOCK_N,
         )  # fmt: skip
+    # the registers hold one tile of 128 x 128 at a time: it is loaded again, from L1, for each cast
+    again: tl.constexpr = GRANULARITY == "tile" or GRANULARITY == "block"
     if COLUMNS:
+        if ROWS and again:
+            value, _, _ = _produce(
+                first_pointer, second_pointer, row, column, inside, width, row_stride, PRODUCER, KIND
+            )  # fmt: skip
         _store_cast(
             tl.trans(value), column_amax_pointer, transposed_pointer, transposed_scale_pointer, column_tile, row_tile,
             0, 0, width, padded_rows, whole, padded_rows, transposed_scale_stride,
             GRANULARITY, MAX, FACTOR, POWER_OF_TWO, BLOCK_N, BLOCK_M,
         )  # fmt: skip
-    again: tl.constexpr = GRANULARITY == "tile"  # the registers hold one result of 128 x 128 at a time, not three
     if gradients:
         if again:
             _, second, _ = _produce(
@@ -208,6 +213,10 @@ def cast_kernel(
                 rows, whole, scale_stride, GRANULARITY, MAX, FACTOR, POWER_OF_TWO, BLOCK_M, BLOCK_N,
             )  # fmt: skip
         if COLUMNS:
+            if ROWS and again:
+                _, second, _ = _produce(
+                    first_pointer, second_pointer, row, column, inside, width, row_stride, PRODUCER, KIND
+                )  # fmt: skip
             _store_cast(
                 tl.trans(second), column_amax_pointer, transposed_pointer, transposed_scale_pointer, column_tile,
                 row_tile, width, 0, width, padded_rows, whole, padded_rows, transposed_scale_stride,
@@ -236,8 +245,9 @@ def amax_block() -> dict[str, int]:
 
 def cast_block(granularity: str, producer: str) -> dict[str, int]:
     """Return the tile of a program of the cast, and its warps."""
+    wide = granularity == "block" or producer == "gated_backward"
     if granularity in ("tile", "block"):
-        return {"BLOCK_M": TILE, "BLOCK_N": TILE, "num_warps": 16 if producer == "gated_backward" else 8}
+        return {"BLOCK_M": TILE, "BLOCK_N": TILE, "num_warps": 16 if wide else 8}
     if INTERPRETED:
         return {"BLOCK_M": 32, "BLOCK_N": 32, "num_warps": 4}
     return {"BLOCK_M": 64 if producer == "gated_backward" else 128, "BLOCK_N": 64, "num_warps": 8}

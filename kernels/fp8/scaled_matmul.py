@@ -57,9 +57,13 @@ def has_scaled_matmul(device: torch.device, granularity: Granularity) -> bool:
 
 
 def _torch_multiplies(a: Quantized, b: Quantized) -> bool:
-    """Return True if torch multiplies these: cuBLAS reads scales of tiles in whole blocks and 16 bytes at a time."""
+    """Return True if torch multiplies these; with scales of tiles cuBLAS takes whole blocks of e4m3 only."""
+    if not has_scaled_matmul(a.data.device, a.granularity):
+        return False
+    if a.granularity in ("tensor", "row"):
+        return True
     whole = b.data.shape[1] % TILE == 0 and a.data.shape[0] % 16 == 0
-    return has_scaled_matmul(a.data.device, a.granularity) and (whole or a.granularity in ("tensor", "row"))
+    return whole and a.data.dtype == b.data.dtype == torch.float8_e4m3fn
 
 
 def _by_torch(a: Quantized, b: Quantized, out_dtype: torch.dtype, fast_accumulation: bool) -> Tensor:

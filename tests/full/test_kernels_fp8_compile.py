@@ -12,9 +12,15 @@ def assert_within_budget(rows: list[dict]) -> None:
     from fp8_compile import SHARED_MEMORY
 
     for row in rows:
+        if row["kind"] in ("rows", "outer"):
+            assert row["shared"] <= SHARED_MEMORY[row["capability"]], row
+            assert row["local"] == row["stack"] == row["narrow_copies"] == 0, row
+            assert row["copies"] > 0, row
+            assert row["capability"] != 90 or row["wgmma"] > 0, row
+            continue
         assert row["shared"] <= SHARED_MEMORY[row["capability"]], row
         assert row["local"] == 0, row
-        # three results of 128 x 128, of which one at a time is kept, take a few bytes more than 128 registers a thread
+        # of three results of 128 x 128 one at a time is kept, which takes up to a few bytes more than the registers
         assert row["stack"] <= (32 if (row["producer"], row["granularity"]) == ("gated_backward", "tile") else 0), row
         assert row["registers"] <= 208, row
         assert row["narrow_stores"] == 0, row
@@ -24,7 +30,7 @@ def assert_within_budget(rows: list[dict]) -> None:
 
 def test_a_few_kernels_compile_without_a_gpu(compilers: ForkServer) -> None:
     rows = compilers.call("fp8_compile", "compiled", "few")
-    assert {row["kind"] for row in rows} == {"amax", "cast"}
+    assert {row["kind"] for row in rows} == {"amax", "cast", "rows"}
     assert_within_budget(rows)
 
 

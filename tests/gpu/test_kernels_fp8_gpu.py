@@ -110,7 +110,7 @@ def test_products_equal_fp64_of_the_rounded_operands(
 
 def gradients(function: Callable[..., Tensor], *tensors: Tensor) -> tuple[Tensor, ...]:
     output = function(*tensors)
-    outer = random(*output.shape, seed=9)
+    outer = torch.linspace(-9, 9, output.numel(), device=output.device).view_as(output).sin().to(output.dtype)
     return output, *torch.autograd.grad(output, tensors, outer)
 
 
@@ -123,7 +123,9 @@ def assert_close(got: tuple[Tensor, ...], expected: tuple[Tensor, ...], relative
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("scaling", SCALINGS)
 def test_layers_equal_their_emulation(scaling: Scaling, compiled: bool) -> None:
-    """fp64 inputs are emulated exactly, with the same casts; bf16 results round once more."""
+    """fp64 inputs are emulated exactly, with the same casts; bf16 results round, as do sums in the tensor cores: by
+    2^-13 of the sum of magnitudes, which is some 30 times the sum of 768 products of either sign.
+    """
     torch._dynamo.reset()
     recipe = Fp8Recipe(scaling)
     inputs, up, down = (random(*shape).requires_grad_() for shape in ((2, 133, 256), (768, 256), (128, 384)))
@@ -136,7 +138,7 @@ def test_layers_equal_their_emulation(scaling: Scaling, compiled: bool) -> None:
 
     run: Any = torch.compile(fullgraph=True) if compiled else lambda function: function
     wide = [tensor.detach().double().requires_grad_() for tensor in (inputs, up, down)]
-    assert_close(gradients(run(linear), inputs, up), gradients(linear, *wide[:2]), 4e-3)
+    assert_close(gradients(run(linear), inputs, up), gradients(linear, *wide[:2]), 1e-2)
     # [gate | up] is rounded to bf16, and so is the gradient of the product, before they are cast
     assert_close(gradients(run(mlp), inputs, up, down), gradients(mlp, *wide), 2e-2)
     plain = gradients(lambda x, up, down: F.linear(gated_activation(F.linear(x, up), "silu"), down), *wide)

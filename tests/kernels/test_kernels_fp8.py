@@ -13,7 +13,9 @@ from torch import Tensor
 
 from stoker.kernels.activations import FUSED_ACTIVATIONS
 from stoker.kernels.fp8.cast_kernels import triton_amax, triton_cast
+from stoker.kernels.fp8.experts import fp8_experts
 from stoker.kernels.fp8.gated_mlp import fp8_gated_mlp
+from stoker.kernels.fp8.grouped import aligned_assignments
 from stoker.kernels.fp8.linear import fp8_linear
 from stoker.kernels.fp8.operands import DTYPES, Quantized, dequantize
 from stoker.kernels.fp8.quantize import _amax, _cast, amaxes, quantize
@@ -22,6 +24,7 @@ from stoker.kernels.fp8.reference import produce, reference_amax, reference_cast
 from stoker.kernels.fp8.scaled_matmul import scaled_matmul
 from stoker.kernels.fp8.weight_cast import cast_weight
 from stoker.kernels.gated_activation import gated_activation
+from stoker.kernels.moe.assignments import Assignments, sorted_assignments
 
 GRANULARITIES: tuple[Granularity, ...] = ("tensor", "row", "tile", "block")
 SCALINGS: tuple[Scaling, ...] = ("tensorwise", "rowwise", "blockwise")
@@ -342,6 +345,61 @@ def test_the_gated_mlp_compiles_to_one_graph_with_kept_casts() -> None:
     compiled = torch.compile(partial(function, **casts), backend="aot_eager", fullgraph=True)
     got = linear_and_gradients(compiled, *inputs)
     assert all(torch.equal(first, second) for first, second in zip(got, expected, strict=True))
+
+
+def routed(dtype: torch.dtype) -> tuple[Assignments, list[Tensor]]:
+    """Return assignments of 20 tokens to 2 of 3 experts, some dropped, and hidden, gates, up and down."""
+    torch.manual_seed(0)
+    experts = torch.stack([torch.randperm(3)[:2] for _ in range(20)])
+    shapes = (20, 128), (20, 2), (3, 256, 128), (3, 128, 128)
+    tensors = [(torch.randn(shape, dtype=dtype) * 0.3).requires_grad_() for shape in shapes]
+    return sorted_assignments(experts, 3, torch.rand(20, 2) > 0.2), tensors
+
+
+@pytest.mark.parametrize("granularity", ["tensor", "tile"])
+def test_aligned_assignments_move_the_rows_of_an_expert_together(granularity: Granularity) -> None:
+    assignments, _ = routed(torch.float32)
+    aligned = aligned_assignments(assignments, granularity)
+    multiple = 128 if granularity == "tile" else 16
+    assert not (aligned.ends % multiple).any()
+    assert torch.equal(aligned.places >= 0, assignments.places >= 0)
+    kept = aligned.places >= 0
+    assert torch.equal(aligned.order[aligned.places[kept].long()], torch.arange(40).view(20, 2)[kept].int())
+    assert (aligned.order >= 0).sum() == kept.sum()
+    assert torch.equal(*(torch.searchsorted(x.ends, x.places[kept], right=True) for x in (assignments, aligned)))
+
+
+@pytest.mark.parametrize("scaling", cases(SCALINGS, fast=1))
+def test_experts_by_the_kernels_equal_their_emulation(scaling: Scaling) -> None:
+    recipe = Fp8Recipe(scaling)
+    assignments, tensors = routed(torch.float32)
+
+    def experts(*tensors: Tensor) -> Tensor:
+        hidden, gates, up, down = tensors
+        return fp8_experts(hidden, gates, up, down, assignments, nonlinearity="silu", gated=True, recipe=recipe)
+
+    got = linear_and_gradients(experts, *tensors)
+    exact = [tensor.detach().double().requires_grad_() for tensor in tensors]
+    expected = linear_and_gradients(experts, *exact)
+    plain = linear_and_gradients(partial(plain_experts, assignments), *exact)
+    for first, second, third in zip(got, expected, plain, strict=True):
+        assert (first - second).norm() < 1e-3 * second.norm()  # a few values round the other way
+        assert (second - third).norm() < 0.15 * third.norm()
+
+
+def plain_experts(assignments: Assignments, hidden: Tensor, gates: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    """Return the same in high precision, token by token."""
+    ends, rows = assignments.ends, []
+    for token, places in enumerate(assignments.places.tolist()):
+        total = torch.zeros_like(hidden[0])
+        for slot, place in enumerate(places):
+            if place >= 0:
+                expert = int((ends <= place).sum())
+                total = total + gates[token, slot] * (
+                    down[expert] @ gated_activation(up[expert] @ hidden[token], "silu")
+                )
+        rows.append(total)
+    return torch.stack(rows)
 
 
 def test_widths_that_fp8_cannot_multiply_are_refused() -> None:
