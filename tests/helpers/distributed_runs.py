@@ -187,7 +187,7 @@ def _train(directory: Path, ranks: Any, changes: dict[str, Any]) -> dict[str, An
         overflows = overflow_at is not None and overflow_at[1] == len(steps)
         state = {name: shard.local.clone() for name, shard in _state(module).items()} if overflows else {}
         optimizer = module.unwrapped_optimizer
-        if overflows and overflow_at[0] == ranks.rank:
+        if overflows and overflow_at is not None and overflow_at[0] == ranks.rank:
             if len(overflow_at) == 2:
                 loss, module.model._loss = module.model._loss, lambda *arguments: Overflow.apply(loss(*arguments))
             else:

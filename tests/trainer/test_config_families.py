@@ -191,13 +191,13 @@ def test_a_task_of_t5s_asks_a_gpt_for_another_family() -> None:
 def test_what_is_not_there_yet_is_refused_in_a_stack_too(tmp_path: Path) -> None:
     nemo_t5(tmp_path)
     found = problems(
-        "model.encoder.fp32_residual_connection=true",
+        "model.encoder.add_qkv_bias=true",
         "model.decoder.arch=perceiver",
         "model.decoder.normalization=low_precision_layernorm",
         name="t5",
         directory=tmp_path,
     )
-    assert found["model.encoder.fp32_residual_connection"].rule.startswith("not yet")
+    assert found["model.encoder.add_qkv_bias"].rule.startswith("not yet")
     assert found["model.decoder.arch"].rule.startswith("refused")
     assert found["model.decoder.normalization"].rule.startswith("refused")
     assert len(found) == 3

@@ -48,6 +48,7 @@ OTHER: dict[str, tuple[Any, dict[str, Any]]] = {
     "num_attention_heads": (4, {}),
     "kv_channels": (12, {}),
     "num_query_groups": (1, {}),
+    "fp32_residual_connection": (True, {}),
     "normalization": ("rmsnorm", {}),
     "layernorm_epsilon": (1e-3, {}),
     "layernorm_zero_centered_gamma": (True, {}),
