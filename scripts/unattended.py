@@ -54,7 +54,6 @@ def samples(data, split, sequence_length, tokenizer, seed):
 KEYS = {
     "model.data.data_impl": "faulty",
     "trainer.accelerator": "cpu",
-    "trainer.num_nodes": 2,
     "trainer.devices": 2,
     "trainer.max_restarts": 3,
     "trainer.max_steps": 1_000_000,
@@ -82,20 +81,23 @@ KEYS = {
 
 
 class Nodes:
-    """Two agents of one run, and what they tell.
+    """The agents of one run, and what they tell.
 
     Args:
         place: a folder for everything but the run directory.
         run: the run directory.
         step_seconds: what every step takes longer.
+        nodes: number of agents, 1 or 2.
+        changes: of `KEYS`.
     """
 
-    def __init__(self, place: Path, run: Path, step_seconds: float, **changes: Any) -> None:
+    def __init__(self, place: Path, run: Path, step_seconds: float, nodes: int = 2, **changes: Any) -> None:
         self.run = run
         self.fault = place / "fault-"
         self._place = place
-        self._keys = KEYS | {"exp_manager.explicit_log_dir": run} | changes
+        self._keys = KEYS | {"exp_manager.explicit_log_dir": run, "trainer.num_nodes": nodes} | changes
         self._step_seconds = step_seconds
+        self._nodes = nodes
         with socket.create_server(("127.0.0.1", 0)) as listener:
             self._port = listener.getsockname()[1]
         self.agents: list[subprocess.Popen[bytes]] = []
@@ -104,8 +106,9 @@ class Nodes:
 
     def __enter__(self) -> Nodes:
         self.agents = [self.start(0)]
-        self.until(self._is_hosted)  # on one machine whichever agent is first holds the rendezvous
-        self.agents.append(self.start(1))
+        if self._nodes > 1:
+            self.until(self._is_hosted)  # on one machine whichever agent is first holds the rendezvous
+            self.agents.append(self.start(1))
         return self
 
     def __exit__(self, *exception: object) -> None:

@@ -202,6 +202,18 @@ def test_a_stopped_rank_of_a_hybrid_layout_ends_the_run(tmp_path):
     check_lost(run, 1, signal.SIGSTOP, "was stopped (SIGSTOP) and did not respond")
 
 
+def test_a_rank_that_aborts_since_another_is_stopped_is_not_the_cause(tmp_path):
+    """As NCCL aborts one after its timeout."""
+    run = job(tmp_path)
+    with run:
+        run.until_step(3)
+        ranks = run.ranks()
+        os.kill(ranks[1], signal.SIGSTOP)
+        os.kill(ranks[0], signal.SIGABRT)
+        assert run.end() == 1
+        assert run.error.splitlines()[-1].startswith(f"rank 1 (process {ranks[1]}) was stopped (SIGSTOP)"), run.error
+
+
 AXES: dict[str, Any] = {
     "trainer__devices": 4,
     "model__tensor_model_parallel_size": 2,

@@ -1,4 +1,4 @@
-"""scripts/unattended.py in short: runs that fail, or lose and gain nodes, end as one that does not.
+"""scripts/unattended.py and killed_ranks.py in short: runs that fail, or lose and gain nodes, end as one that does not.
 
 By hand and for longer: `python scripts/unattended.py --minutes 30`, which also says how many steps were run twice.
 """
@@ -33,3 +33,10 @@ def test_a_run_whose_nodes_come_and_go_ends_as_one_whose_stay(unattended, tmp_pa
     assert report["difference_of_final_weights"] < 1e-12
     kinds = [event["event"] for event in unattended.read_events(tmp_path)]
     assert kinds.count("shrink") == kinds.count("grow") == report["failures"]
+
+
+def test_ranks_that_are_killed_while_they_communicate_are_named_and_lose_nothing(unattended, tmp_path):
+    killed_ranks = importlib.import_module("killed_ranks")
+    keys = killed_ranks.KEYS | killed_ranks.LAYOUTS["pipeline"]
+    report = killed_ranks.broken_run(tmp_path, "pipeline", keys, 1, float("inf"))
+    assert not report["problems"], report

@@ -1,46 +1,211 @@
-"""Runs of several ranks on one GPU, which communicate through host memory (`host_group`); each rank is a process."""
+"""Training runs of forked ranks: on a GPU each with NCCL, on one GPU through host memory, without a GPU on gloo.
+
+Tests use `train_all` through the fixture `forks`; those below it run in the ranks, which live until a run fails.
+"""
 
 from __future__ import annotations
 
+import faulthandler
+import gc
 import json
 import os
+import select
+import signal
+import sys
+import time
+import traceback
+from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import FileStore
-from torch.multiprocessing.spawn import spawn
+
+GRACE_SECONDS = 3.0
+"""Time in which the others end after a rank has failed."""
 
 
-def losses(directory: Path, size: int, overrides: list[str]) -> list[float]:
-    """Train on `size` ranks; return the losses of the steps, and of the validation at the end."""
-    store = f"{directory}.store"
-    spawn(_rank, (size, overrides, str(directory), store), nprocs=size)
-    rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-    return [row.get("loss", row.get("val_loss")) for row in rows]
+class Job(NamedTuple):
+    """A training run.
+
+    Attributes:
+        size: number of ranks.
+        directory: run directory; beside it, each rank writes its output to `DIRECTORY.rank-N.log`.
+        overrides: keys of the run, the same on all ranks.
+    """
+
+    size: int
+    directory: str
+    overrides: list[str]
+
+    def log(self, rank: int) -> Path:
+        """Return the output of a rank."""
+        return Path(f"{self.directory}.rank-{rank}.log")
 
 
-def _rank(rank: int, size: int, overrides: list[str], directory: str, store: str) -> None:
-    import host_group
+class _Rank(NamedTuple):
+    """A process that runs jobs, and its answers: a line of JSON for each, its error or ""."""
 
+    number: int
+    process: int
+    answers: Any
+
+
+def train_all(results: str, jobs: list[list[Any]], seconds: float) -> None:
+    """Run trainings one after the other, in a process without threads and CUDA; append [directory, error] of each.
+
+    Args:
+        results: file to append to; the error is "" without.
+        jobs: each as a `Job`.
+        seconds: timeout of each, after which the stack traces of the ranks are the error.
+    """
+    todo = [Job(*job) for job in jobs]
+    while todo:
+        # DTensor keeps what it has derived from a mesh, for equal meshes of later process groups too
+        last = next((number for number, job in enumerate(todo) if _shards(job)), len(todo))
+        ranks = [_fork(rank, todo[: last + 1]) for rank in range(max(job.size for job in todo[: last + 1]))]
+        error = ""
+        for job in todo[: last + 1]:
+            todo.pop(0)
+            error = "\n".join(_errors(ranks[: job.size], job, seconds))
+            with open(results, "a") as file:
+                file.write(json.dumps([job.directory, error]) + "\n")
+            if error:
+                break
+        for rank in ranks:
+            if error:
+                os.kill(rank.process, signal.SIGKILL)
+            os.waitpid(rank.process, 0)
+            rank.answers.close()
+
+
+def _shards(job: Job) -> bool:
+    return job.size > 1 and "model.fsdp=true" in job.overrides
+
+
+def _errors(ranks: list[_Rank], job: Job, seconds: float) -> list[str]:
+    """Wait for the answers of the ranks; return their errors."""
+    left, errors = {rank.answers: rank for rank in ranks}, []
+    ends = time.monotonic() + seconds
+    while left and (remaining := ends - time.monotonic()) > 0:
+        for answers in select.select(list(left), [], [], remaining)[0]:
+            rank, line = left.pop(answers), answers.readline()
+            error = json.loads(line) if line else f"it died\n{_tail(job.log(rank.number))}"
+            if error:
+                errors.append(f"rank {rank.number}: {error}")
+                ends = min(ends, time.monotonic() + GRACE_SECONDS)
+    for rank in left.values():
+        os.kill(rank.process, signal.SIGABRT)  # faulthandler writes the stack traces
+    time.sleep(2.0 if left else 0.0)
+    return errors + [f"rank {rank.number} did not end\n{_tail(job.log(rank.number))}" for rank in left.values()]
+
+
+def rows(directory: Path, *names: str) -> dict[tuple[int, str], float]:
+    """Return these metrics of a run by (step, name)."""
+    lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    return {(line["step"], name): line[name] for line in lines for name in names if name in line}
+
+
+def _tail(log: Path) -> str:
+    """Return the end of the output of a rank, of stack traces the innermost frames."""
+    lines = log.read_text(errors="replace").split("Extension modules:")[0].splitlines()
+    threads = [number for number, line in enumerate(lines) if line.startswith(("Thread 0x", "Current thread 0x"))]
+    if threads:
+        return "\n".join(line for first in threads for line in lines[first : first + 12])
+    return "\n".join(lines[-25:])
+
+
+# ---------------------------------------------------------------- run in the ranks
+
+
+def _fork(rank: int, jobs: list[Job]) -> _Rank:
+    read_end, write_end = os.pipe()
+    if pid := os.fork():
+        os.close(write_end)
+        return _Rank(rank, pid, open(read_end, "rb", buffering=0))
+    code = 1
+    try:
+        faulthandler.enable(file=2)
+        if not torch.cuda.is_available():  # traced as a whole and split into forward and backward as on a GPU
+            torch.compile = partial(torch.compile, backend="aot_eager")
+        for number, job in enumerate(jobs):
+            if rank < job.size:
+                error = _run(rank, number, job)
+                os.write(write_end, json.dumps(error).encode() + b"\n")
+                if error:
+                    time.sleep(2 * GRACE_SECONDS)  # a process that ends takes the others down
+                    break
+        code = 0
+    finally:
+        os._exit(code)
+
+
+def _run(rank: int, number: int, job: Job) -> str:
+    """Run a job; return its error."""
+    job.log(rank).parent.mkdir(parents=True, exist_ok=True)
+    output = os.open(job.log(rank), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.close(output)
+    error = ""
+    try:
+        _train(rank, number, job)
+    except BaseException:
+        traceback.print_exc()
+        error = "\n".join(traceback.format_exc().splitlines()[-12:])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+    return error
+
+
+def _train(rank: int, number: int, job: Job) -> None:
     from stoker.trainer.config.load import load_run_config
-    from stoker.trainer.distributed import mesh
-    from stoker.trainer.distributed.process_group import DistributedContext
+    from stoker.trainer.distributed.process_group import DistributedContext, shutdown_distributed
     from stoker.trainer.train import run_training
 
-    torch.cuda.set_device(0)
-    ranks = DistributedContext()
-    if size > 1:
-        os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
-        host_group.register()
-        dist.init_process_group("host", store=FileStore(store, size), rank=rank, world_size=size)
-        ranks = DistributedContext(rank, size, 0)
-        mesh.devices_share_memory = lambda devices: True  # one device does with itself
-        _share_memory_through_gloo()
-    config = load_run_config(None, None, [*overrides, f"exp_manager.explicit_log_dir={directory}"])
-    result = run_training(config, ranks)
-    assert result.exit_code == 0
+    torch.set_num_threads(1)
+    config = load_run_config(None, None, [*job.overrides, f"exp_manager.explicit_log_dir={job.directory}"])
+    ranks = DistributedContext() if job.size == 1 else _join(rank, number, job)
+    assert run_training(config, ranks).exit_code == 0
+    ranks.barrier()
+    shutdown_distributed()
+
+
+def _join(rank: int, number: int, job: Job) -> Any:
+    """Initialize the process group of a rank."""
+    from torch._C._distributed_c10d import FileStore
+
+    from stoker.trainer.distributed.process_group import DistributedContext, init_distributed
+
+    store = FileStore(f"{job.directory}.store", job.size)
+    devices = torch.cuda.device_count()
+    if devices == 0 or devices >= job.size:
+        ranks = init_distributed(rank, job.size, rank, store=store, timeout=600)
+    else:
+        torch.cuda.set_device(0)
+        _share_one_device()
+        dist.init_process_group("host", store=store, rank=rank, world_size=job.size)
+        ranks = DistributedContext(rank, job.size, 0)
+    # symmetric memory keeps what belongs to the name of a group, which is the count of groups
+    dist.distributed_c10d._world.group_count += 1000 * number
+    return ranks
+
+
+@cache
+def _share_one_device() -> None:
+    import host_group
+
+    from stoker.trainer.distributed import mesh
+
+    os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
+    host_group.register()
+    mesh.devices_share_memory = lambda devices: True  # one device does with itself
+    _share_memory_through_gloo()
 
 
 def _share_memory_through_gloo() -> None:

@@ -241,13 +241,15 @@ class LocalWorkers:
             (worker for worker in self._workers if worker.ended_at is not None and not _succeeded(worker)),
             key=lambda worker: worker.ended_at or 0.0,
         )
+        hung = [worker for worker in self._workers if worker.exit_code is None]
         for worker in failed:
+            if worker.exit_code == -signal.SIGABRT and any(each.is_suspended for each in hung):
+                continue  # NCCL aborts a rank that waits for another longer than its timeout
             if worker.exit_code is not None and worker.exit_code < 0 and -worker.exit_code != self._signal:
                 name = signal.Signals(-worker.exit_code).name
                 return self._failed(worker, [f"{self._name(worker)} was killed by {name}{self._progress(worker)}"])
         reported = [(worker, worker.outcome) for worker in failed if worker.outcome and worker.outcome["lines"]]
         reported.sort(key=lambda found: _CAUSES.index(found[1]["kind"]))
-        hung = [worker for worker in self._workers if worker.exit_code is None]
         if hung and (not reported or reported[0][1]["kind"] in ("hung", "lost")):
             worker = min(hung, key=lambda worker: not worker.is_suspended)
             state = "was stopped (SIGSTOP) and did not respond" if worker.is_suspended else "did not respond"
