@@ -33,6 +33,7 @@ def cases(capability: int) -> list[tuple[str, Any, dict[str, str], dict[str, Any
     from stoker.kernels.optim import multi_tensor, sum_of_squares
     from stoker.kernels.optim.adamw_kernel import _adamw_kernel
     from stoker.kernels.scale_in_place import scale_kernel
+    from stoker.kernels.sum_over_ranks import sum_over_ranks_kernel
 
     table = {"table_pointer": "*i64", "tensors": "i32", "search_steps": "i32"}
     scalars = dict.fromkeys(("decay_factor", "one_minus_beta1", "beta2", "one_minus_beta2", "eps"), "fp32")
@@ -58,6 +59,8 @@ def cases(capability: int) -> list[tuple[str, Any, dict[str, str], dict[str, Any
     dropout_tile = {"ROWS": 2, "BLOCK": 1024}
     scaled_in_place = {"tensor_pointer": "*bf16", "factor_pointer": "*fp32"}
     scaled_in_place |= dict.fromkeys(("size", "rounds", "stride"), "i32")
+    over_ranks = dict.fromkeys(("own_pointer", "received_pointer"), "*bf16")
+    over_ranks |= {"output_pointer": "*fp32", "size": "i32", "row": "i32"}
     gated_forward = {"gate_up_pointer": "*bf16", "product_pointer": "*bf16", "width": "i32"}
     gated_backward = {"gate_up_pointer": "*bf16", "product_gradient_pointer": "*bf16", "gradient_pointer": "*bf16"}
     gated_backward |= {"width": "i32"}
@@ -171,6 +174,7 @@ def cases(capability: int) -> list[tuple[str, Any, dict[str, str], dict[str, Any
         ("gated_projection", _backward_kernel, gated_projection, gated | {"WITH_PRODUCT": True}, options),
         ("dropout", _dropout_kernel, dropout, {**dropout_tile, "HAS_RESIDUAL": True, "HAS_FIRST": True}, options),
         ("scale", scale_kernel, scaled_in_place, {"BLOCK": 2048}, {"num_warps": 8}),
+        ("sum", sum_over_ranks_kernel, over_ranks, {"RANK": 1, "RANKS": 8, "BLOCK": 4096}, {"num_warps": 8}),
         *(
             (
                 f"adamw{'_aligned' * aligned}",

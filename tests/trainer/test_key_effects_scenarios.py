@@ -82,8 +82,10 @@ from stoker.trainer.data.datasets.samples import MockSamples
 from stoker.trainer.data.sources.indexed_tokens import IndexedWriter
 from stoker.trainer.data.tokenizers.tokenizer import ByteTokenizer
 from stoker.trainer.distributed import node_agent
+from stoker.trainer.distributed.copy_engine import build_collectives
 from stoker.trainer.distributed.placement import Placement
 from stoker.trainer.distributed.placement import resolve_placement as place_processes
+from stoker.trainer.distributed.process_group import DistributedContext
 from stoker.trainer.evaluation.held_out_loss import EvaluationResult
 from stoker.trainer.lightning import lightning_module
 from stoker.trainer.loggers import logger_backends
@@ -526,6 +528,19 @@ def the_optimizer_lies_in_host_memory(harness: ConfigHarness) -> None:
     assert optim_build.host_copy_engine(on, CPU) is None
     auto = {MODEL + "cpu_offloading_optimizer": True, TRAINER + "accelerator": "auto"}
     assert "`model.cpu_offloading_optimizer` (True) has no effect on cpu" in harness.printed(auto)
+
+
+@story(MODEL + "copy_engine_collectives")
+def copy_engines_are_taken_or_missed(harness: ConfigHarness) -> None:
+    harness.monkeypatch.setattr(DistributedContext, "all_gather_text", lambda ranks, text: [text] * ranks.world_size)
+
+    def build(asked: bool | None) -> object:
+        root = harness.root({MODEL + "copy_engine_collectives": asked, TRAINER + "devices": 2})
+        return build_collectives(DistributedContext(0, 2), CPU, root.model.copy_engine_collectives)
+
+    assert build(None) is build(False) is None
+    with pytest.raises(UserError, match="on one host, that read"):
+        build(True)
 
 
 @story(MODEL + "enable_cuda_graph")

@@ -76,6 +76,13 @@ def test_its_configuration_is_valid_as_it_is(run: Path, name: str) -> None:
     newer |= dict.fromkeys(
         f"model.{name}" for name in (*others, "num_micro_batches_with_partial_activation_checkpoints")
     )
+    newer |= {"model.copy_engine_collectives": None, "model.fp32_residual_connection": False}
+    newer |= {"model.native_amp_init_scale": 4294967296, "model.native_amp_growth_interval": 1000}
+    newer |= {"model.hysteresis": 2}
+    newer |= {"model.fp8": None, "model.fp8_recipe": None, "model.fp8_margin": 0, "model.fp8_e4m3": False}
+    newer |= {f"model.{name}": True for name in ("fp8_hybrid", "fp8_wgrad", "reduce_amax")}
+    newer |= {"model.first_last_layers_bf16": False}
+    newer |= {f"model.num_layers_at_{end}_in_bf16": 1 for end in ("start", "end")}
     newer |= {"exp_manager.create_report": True, "exp_manager.report_sample_tokens": 64}
     newer |= {"model.loss": None, "trainer.callbacks": None}
     newer |= {"trainer.validation_metrics": [], "exp_manager.loggers": []}

@@ -21,6 +21,7 @@ from ..config.schema.exp_manager import EmaBlock
 from ..conversion.pretrained import PretrainedWeights, find_configured_pretrained
 from ..conversion.warm_start import load_pretrained_weights
 from ..device.determinism import attention_flags
+from ..distributed.copy_engine import build_collectives
 from ..distributed.data_parallel import DataParallel, grad_reduce_dtype
 from ..distributed.ddp import ReplicatedDataParallel
 from ..distributed.fsdp import ShardedDataParallel
@@ -133,11 +134,12 @@ def build_data_parallel(run: ResolvedRun, device: torch.device, mesh: Mesh) -> D
     if layout is None:
         return None
     reduce_dtype = grad_reduce_dtype(run.model, TORCH_DTYPES[run.precision.weights])
+    copy_engines = partial(build_collectives, mesh.replicas, device, run.model.copy_engine_collectives)
     if layout.replicates_weights:
-        return ReplicatedDataParallel(layout, device, reduce_dtype, mesh.replicas, mesh.expert_replicas)
+        return ReplicatedDataParallel(layout, device, reduce_dtype, mesh.replicas, mesh.expert_replicas, copy_engines())
     axes = mesh.layout
-    sizes = {"tensor_ranks": axes.tensor, "expert_ranks": axes.expert, "pipeline_ranks": axes.pipeline}
-    return ShardedDataParallel(layout, device, reduce_dtype, mesh.replicas.timeout, **sizes)
+    sizes: dict[str, int] = {"tensor_ranks": axes.tensor, "expert_ranks": axes.expert, "pipeline_ranks": axes.pipeline}
+    return ShardedDataParallel(layout, device, reduce_dtype, mesh.replicas.timeout, **sizes, copy_engines=copy_engines)
 
 
 def build_model(

@@ -24,6 +24,7 @@ from ...models.parallel.partition import RankPart, partitions_of
 from ..config.parameter_layout import DataParallelLayout
 from ..optim.base_optimizer import Optimizer
 from ..utils.local_shard import LocalShard, chunk_bounds, row_shard
+from .copy_engine import CopyEngineCollectives
 from .data_parallel import DataParallel, backward_passes, communication_buckets, gather_rows
 from .process_group import DistributedContext, all_gather_single, reduce_scatter_single
 
@@ -49,6 +50,7 @@ class ReplicatedDataParallel(DataParallel):
         reduce_dtype: dtype of gradient reductions; None for the dtype of the gradients.
         replicas: the data-parallel ranks.
         expert_replicas: those of experts that ranks share; None without.
+        copy_engines: collectives of the replicas by their copy engines; None: NCCL or gloo.
     """
 
     accumulates_gradients = True
@@ -60,7 +62,9 @@ class ReplicatedDataParallel(DataParallel):
         reduce_dtype: torch.dtype | None,
         replicas: DistributedContext,
         expert_replicas: DistributedContext | None = None,
+        copy_engines: CopyEngineCollectives | None = None,
     ) -> None:
+        self._copy_engines = copy_engines
         self._replicas = replicas
         self._expert_replicas = expert_replicas
         super().__init__(layout, replicas.group, None if expert_replicas is None else expert_replicas.group)
@@ -121,7 +125,9 @@ class ReplicatedDataParallel(DataParallel):
             if ranks.world_size == 1:
                 continue
             even = [weight for weight in weights if _is_even(weight, ranks)]
-            if even:
+            if even and self._copy_engines is not None and ranks is self._replicas:
+                self._copy_engines.all_gather([_chunk(weight, ranks) for weight in even], even)
+            elif even:
                 with self._coalesced(ranks):
                     for weight in even:
                         all_gather_single(weight, _chunk(weight, ranks), group=ranks.group)
@@ -152,16 +158,48 @@ class ReplicatedDataParallel(DataParallel):
         """Accumulate and reduce the gradients of a bucket, once all are ready."""
         assert self._optimizer is not None
         same_dtype = self._reduce_dtype in (None, unit.parameters[0].dtype)
-        if first and last and same_dtype:
+        copy_engines = self._copy_engines if last and unit.ranks is self._replicas else None
+        if first and last and (same_dtype or copy_engines is not None):  # copy engines send bf16 and sum in fp32
             gradients = [parameter.grad for parameter in unit.parameters if parameter.grad is not None]
         else:
             gradients = self._optimizer.accumulate(unit.parameters)
-        if last and unit.ranks.world_size > 1:
-            with self._communication_stream():
+        if not last or unit.ranks.world_size == 1:
+            return
+        with self._communication_stream():
+            if copy_engines is None:
                 self._sum(gradients, unit.ranks)
+            else:
+                self._sum_by_copy_engines(unit, gradients, copy_engines)
+
+    def _sum_by_copy_engines(
+        self, unit: _Unit, gradients: Sequence[Tensor], copy_engines: CopyEngineCollectives
+    ) -> None:
+        """Reduce gradients over ranks: sent in the reduction dtype or a narrower one that they have, summed in fp32.
+
+        The sums are in the dtype that the optimizer expects: what it would have accumulated.
+        """
+        optimizer = self._optimizer
+        assert optimizer is not None
+        reduce_dtype = self._reduce_dtype or gradients[0].dtype
+        is_even = [_is_even(gradient, unit.ranks) for gradient in gradients]
+        sent = [gradient for gradient, even in zip(gradients, is_even, strict=True) if even]
+        if sent and reduce_dtype.itemsize < sent[0].dtype.itemsize:
+            sent = [gradient.to(reduce_dtype) for gradient in sent]
+        dtype = reduce_dtype if optimizer.main_weights else gradients[0].dtype
+        sums = copy_engines.reduce_scatter(sent, dtype) if sent else []
+        if sent and self.layout.shards == 1:
+            wholes = [each if each.dtype == dtype else torch.empty_like(each, dtype=dtype) for each in sent]
+            copy_engines.all_gather(sums, wholes)
+            sums = wholes
+        even_ones = [parameter for parameter, even in zip(unit.parameters, is_even, strict=True) if even]
+        for parameter, total in zip(even_ones, sums, strict=True):
+            optimizer.use_gradient(parameter, total)
+        self._sum([gradient for gradient, even in zip(gradients, is_even, strict=True) if not even], unit.ranks)
 
     def _sum(self, gradients: Sequence[Tensor], ranks: DistributedContext) -> None:
         """Reduce gradients over ranks in place; with a distributed optimizer only the local rows are then valid."""
+        if not gradients:
+            return
         sharded = [self.layout.shards > 1 and _is_even(gradient, ranks) for gradient in gradients]
         sums = [gradient.to(self._reduce_dtype or gradient.dtype) for gradient in gradients]
         if any(sharded):

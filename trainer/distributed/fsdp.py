@@ -2,20 +2,53 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
+from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllocMixin
 
 from ...models.build import LanguageModel, get_stacks
 from ...models.moe.moe_layer import find_moe_layers
 from ..config.parameter_layout import DataParallelLayout
+from .copy_engine import CopyEngineCollectives
 from .data_parallel import DataParallel
 
 # FSDP2 reduces gradients over the shard group, then over the replica group.
 MESH_DIM_NAMES = ("dp_replicate", "dp_shard")
+
+
+class _CopyEngineAllGather(DefaultAllocMixin, AllGather):
+    """All-gather of weights in FSDP2."""
+
+    def __init__(self, collectives: CopyEngineCollectives) -> None:
+        self._collectives = collectives
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> None:
+        """Gather a flat input (N,) of each rank into the output (ranks x N,)."""
+        self._collectives.all_gather([input_tensor], [output_tensor])
+
+
+class _CopyEngineReduceScatter(DefaultAllocMixin, ReduceScatter):
+    """Reduce-scatter (sum) of gradients in FSDP2."""
+
+    def __init__(self, collectives: CopyEngineCollectives) -> None:
+        self._collectives = collectives
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+    ) -> None:
+        """Sum flat inputs (ranks x N,) into this rank's part (N,); the operation is a sum, see `shard`."""
+        self._collectives.reduce_scatter([input_tensor], outputs=[output_tensor])
 
 
 class ShardedDataParallel(DataParallel):
@@ -27,6 +60,7 @@ class ShardedDataParallel(DataParallel):
         reduce_dtype: dtype of gradient reductions; None for the dtype of the gradients.
         timeout: timeout of collectives; None for torch's default.
         pipeline_ranks: ranks of a pipeline, of which each has other layers.
+        copy_engines: builds collectives of all data-parallel ranks by their copy engines, or returns None.
         tensor_ranks: tensor-parallel ranks that share each layer; neighbouring ranks.
         expert_ranks: ranks that share the experts of each layer; neighbouring ranks.
     """
@@ -40,6 +74,7 @@ class ShardedDataParallel(DataParallel):
         tensor_ranks: int = 1,
         expert_ranks: int = 1,
         pipeline_ranks: int = 1,
+        copy_engines: Callable[[], CopyEngineCollectives | None] = lambda: None,
     ) -> None:
         sizes = (pipeline_ranks, layout.replicas, layout.shards, tensor_ranks)
         names = ("pipeline", *MESH_DIM_NAMES, "tensor")
@@ -55,6 +90,11 @@ class ShardedDataParallel(DataParallel):
             for group in groups:
                 _set_pg_timeout(timeout, group)
         super().__init__(layout, groups[1], groups[2] if self.expert_mesh is not None else None)
+        # Weights and gradients are exchanged on streams of their own.
+        gathers, reduces = (copy_engines() if layout.replicas == 1 else None for _ in range(2))
+        self._exchanges = (gathers, reduces) if gathers is not None and reduces is not None else None
+        if self._exchanges is not None:
+            reduce_dtype = None  # they sum in fp32 what they send in bf16; FSDP2 rounds the sum to the weights' dtype
         # Casting inputs to bf16 would round the count of target tokens.
         self._policy = MixedPrecisionPolicy(reduce_dtype=reduce_dtype, cast_forward_inputs=False)
         self._fsdp_modules: list[FSDPModule] = []
@@ -70,6 +110,9 @@ class ShardedDataParallel(DataParallel):
                 mp_policy=self._policy,
             )
             assert isinstance(module, FSDPModule)
+            if self._exchanges is not None and module not in experts:
+                module.set_custom_all_gather(_CopyEngineAllGather(self._exchanges[0]))
+                module.set_custom_reduce_scatter(_CopyEngineReduceScatter(self._exchanges[1]))
             self._fsdp_modules.append(module)
         for part in self._fsdp_modules:
             part.set_gradient_divide_factor(1.0)

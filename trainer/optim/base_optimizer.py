@@ -167,6 +167,7 @@ class Optimizer(torch.optim.Optimizer):
         self._names: dict[nn.Parameter, str] = {}
         self._sums: dict[nn.Parameter, Tensor] = {}
         self._sums_in_use: set[nn.Parameter] = set()
+        self._given: dict[nn.Parameter, Tensor] = {}
         for group in self.param_groups:
             self._names.update(zip(group["params"], group["names"], strict=True))
         self._check_parts()
@@ -261,6 +262,10 @@ class Optimizer(torch.optim.Optimizer):
                     write([self._sums[narrow[i]] for i in chosen], [gradients[i] for i in chosen])
             self._sums_in_use.update(narrow)
         return [self._sums[p] if self._has_main_weight(p) else local_tensor(self._gradient(p)) for p in parameters]
+
+    def use_gradient(self, parameter: nn.Parameter, gradient: Tensor) -> None:
+        """Take this, the rows that this rank updates, as the accumulated gradient of a parameter in the next `step`."""
+        self._given[parameter] = gradient
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
@@ -500,6 +505,10 @@ class Optimizer(torch.optim.Optimizer):
 
     def _local_gradient(self, parameter: nn.Parameter) -> Tensor:
         """Return the local shard of the accumulated gradient, and drop `.grad`."""
+        given = self._given.pop(parameter, None)
+        if given is not None:
+            parameter.grad = None
+            return given
         gradient = self._sums[parameter] if parameter in self._sums_in_use else self._take_gradient(parameter)
         return self.local_rows(gradient, self._part_of(parameter))
 

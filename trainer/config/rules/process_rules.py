@@ -117,7 +117,12 @@ def distributed_keys_need_processes(context: RuleContext) -> Iterator[Finding]:
                 f"model.fsdp_shard_size={half}" if half else "model.fsdp_sharding_strategy=full",
             )
     reduce = "model.fsdp_grad_reduce_dtype"
-    for path, acts in ((reduce, several), ("trainer.process_timeout", several or num_processes(context) > 1)):
+    engines = "model.copy_engine_collectives"
+    for path, acts in (
+        (reduce, several),
+        (engines, several),
+        ("trainer.process_timeout", several or num_processes(context) > 1),
+    ):
         if path in context.given and not acts:
             yield no_effect(path, "trainer.devices", f"with one {_rank_name(context)}")
     if reduce in context.given and several and not has_16_bit_weights(context):

@@ -1,0 +1,129 @@
+"""Collectives by copy engines, with memory of the host in place of that of GPUs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from forked_ranks import fork_ranks
+from host_memory import HostMemory
+from tiers import cases, extra
+from tiny_run import tiny_config
+from torch._C._distributed_c10d import FileStore
+
+from stoker.models.parallel.layout import ParallelLayout
+from stoker.trainer.config.resolved_run import resolve_run
+from stoker.trainer.core import training_state
+from stoker.trainer.data.datasets.samples import batch_tensors
+from stoker.trainer.distributed import copy_engine
+from stoker.trainer.distributed.copy_engine import CopyEngineCollectives
+from stoker.trainer.distributed.mesh import build_mesh
+from stoker.trainer.distributed.process_group import DistributedContext
+from stoker.trainer.utils.local_shard import local_tensor
+from tests.helpers.resolved import build_data
+
+CPU = torch.device("cpu")
+
+SHAPES = [(12, 5), (6,), (24, 3), (60, 7)]
+ROUNDS = 3
+
+
+def collectives(directory: Path, rank: int, size: int) -> CopyEngineCollectives:
+    return CopyEngineCollectives(HostMemory(directory, rank, size, CopyEngineCollectives.inbox_bytes(size)))
+
+
+def tensors_of(rank: int, round_: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(100 * round_ + rank)
+    return [torch.randn(shape, generator=generator).to(dtype) for shape in SHAPES]
+
+
+@pytest.mark.parametrize("size", cases([2, 3], fast=1))
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_sums_and_gathers_are_those_of_all_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int, dtype: torch.dtype
+) -> None:
+    # pieces of a few rows: tensors are cut, and every slot is used many times
+    monkeypatch.setattr(copy_engine, "SLOT_BYTES", size * 256)
+
+    def on_rank(rank: int) -> float:
+        torch.set_num_threads(1)
+        peers, worst = collectives(tmp_path, rank, size), 0.0
+        for number in range(ROUNDS):
+            every = [tensors_of(other, number, dtype) for other in range(size)]
+            sums = peers.reduce_scatter(every[rank])
+            wide = torch.promote_types(dtype, torch.float32)
+            wholes = [torch.zeros(shape, dtype=wide) for shape in SHAPES]
+            peers.all_gather(sums, wholes)
+            for index, whole in enumerate(wholes):
+                expected = torch.stack([each[index].to(wide) for each in every]).sum(0)
+                mine = expected.chunk(size)[rank]
+                worst = max(worst, float((whole - expected).abs().max()), float((sums[index] - mine).abs().max()))
+                assert sums[index].shape == mine.shape
+        return worst
+
+    assert fork_ranks(str(tmp_path), size, on_rank) == [0.0] * size
+
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "ddp": {},
+    "zero1": {"model__optim__name": "distributed_fused_adam"},
+    "grad": {"model__fsdp": True, "model__fsdp_sharding_strategy": "grad"},
+    "full": {"model__fsdp": True},
+}
+
+
+@pytest.mark.parametrize("layout", cases(LAYOUTS, fast=2))
+@pytest.mark.parametrize("precision", ["bf16", *extra("64")])
+def test_training_is_that_of_gloo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: str, precision: str) -> None:
+    monkeypatch.setattr(copy_engine, "SLOT_BYTES", 2 * 1024)
+
+    def on_rank(rank: int) -> dict[str, list[float]]:
+        torch.set_num_threads(1)
+        dist.init_process_group("gloo", store=FileStore(f"{tmp_path}/store", 2), rank=rank, world_size=2)
+        count, made = iter(range(10)), []
+
+        def build(ranks: DistributedContext, device: torch.device, asked: bool | None) -> CopyEngineCollectives:
+            folder = tmp_path / str(next(count))
+            folder.mkdir(exist_ok=True)
+            made.append(collectives(folder, rank, 2))
+            return made[-1]
+
+        weights = {}
+        for name, builder in (("gloo", lambda *_: None), ("copy engines", build)):
+            training_state.build_collectives = builder
+            weights[name] = train(tmp_path / f"{name} {rank}", rank, precision, LAYOUTS[layout])
+        dist.destroy_process_group()
+        assert made
+        assert all(each._pieces > 0 for each in made)
+        return weights
+
+    for found in fork_ranks(str(tmp_path), 2, on_rank):
+        # two ranks: a sum of two numbers has one rounding in any order; bf16 gradients are summed in fp32 either way
+        assert found["copy engines"] == found["gloo"]
+
+
+def train(directory: Path, rank: int, precision: str, changes: dict[str, Any]) -> list[float]:
+    """Train steps of one and of two micro batches; return this rank's weights."""
+    changes = {"model__hidden_dropout": 0.0, "model__attention_dropout": 0.0, **changes}
+    root = tiny_config(directory, trainer__precision=precision, trainer__devices=2, **changes).root
+    run, mesh = resolve_run(root, world_size=2), build_mesh(ParallelLayout(data=2), None, DistributedContext(rank, 2))
+    data = build_data(root)
+    parallel = training_state.build_data_parallel(run, CPU, mesh)
+    assert parallel is not None
+    model = training_state.build_model(run, data.vocab_size, CPU, data_parallel=parallel, mesh=mesh)
+    optimizer = training_state.build_optimizer(run, model, parallel, mesh)
+    parallel.attach(model, optimizer)
+    for step, micro_batches in enumerate((1, 2, 1)):
+        parallel.before_step(micro_batches)
+        for number in range(micro_batches):
+            fields = batch_tensors(data.train.batch(8 * step + 4 * number + 2 * rank, 2))
+            model.batch_loss(fields, torch.tensor(32.0)).backward()
+            if micro_batches > 1 and not parallel.accumulates_gradients:
+                optimizer.accumulate()
+        parallel.before_update()
+        optimizer.step()
+        parallel.after_update()
+    return torch.cat([local_tensor(weight.detach()).double().flatten() for weight in model.parameters()]).tolist()
