@@ -51,7 +51,7 @@ class MemoryKeys(MoEKeys):
     activations and attention scores, which are recomputed."""
     cpu_offloading_weights: bool = True
     """With `cpu_offloading`: keep the weights of these layers on the host between their forward and backward. Not
-    supported with `fsdp`."""
+    supported with `fsdp`, unless `grad`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

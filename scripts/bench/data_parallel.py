@@ -7,7 +7,8 @@ Every GPU trains one micro batch of 4 per step, so the work per GPU is the same 
 by a few percent, and a job is as fast as the slowest one; so the baseline, `alone`, is the same training on every GPU
 at once without any communication, and a layout is compared with its slowest GPU. Layouts alternate; the figure of
 a run is the median of its windows of 10 steps, that of a layout the median of its rounds. Peak memory is what a layout
-adds to the memory allocated before it. `--dry-run` trains a tiny model on processes of the CPU and writes nothing.
+adds to the memory allocated before it, without that of copy engines; the time of the CPU is that of all threads.
+`--dry-run` trains a tiny model on processes of the CPU and writes nothing.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ LAYOUTS: dict[str, tuple[str, list[str]]] = {
     "alone": ("every GPU by itself", []),
     "ddp": ("data parallel", []),
     "zero1": ("distributed optimizer", ["model.optim.name=distributed_fused_adam"]),
-    "grad": ("fsdp grad", ["model.fsdp=true", "model.fsdp_sharding_strategy=grad"]),
+    "grad": ("fsdp grad (ZeRO-2)", ["model.fsdp=true", "model.fsdp_sharding_strategy=grad"]),
     "full": ("fsdp full", ["model.fsdp=true"]),
     "ddp_bf16": ("data parallel, reduction in bf16", [BF16]),
     "zero1_bf16": ("distributed optimizer, reduction in bf16", [BF16, "model.optim.name=distributed_fused_adam"]),
@@ -64,7 +65,8 @@ class Windows(pl.Callback):
     def __init__(self, ranks: Any) -> None:
         self.ranks = ranks
         self.seconds: list[float] = []
-        self._start = 0.0
+        self.cpu_seconds: list[float] = []
+        self._start = self._cpu_start = 0.0
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """After a step."""
@@ -76,7 +78,8 @@ class Windows(pl.Callback):
             now = time.perf_counter()
             if pl_module.step > WARM_UP:
                 self.seconds.append((now - self._start) / WINDOW)
-            self._start = now
+                self.cpu_seconds.append((time.process_time() - self._cpu_start) / WINDOW)
+            self._start, self._cpu_start = time.perf_counter(), time.process_time()
 
 
 def train(name: str, ranks: Any, *, dry: bool = False) -> dict[str, Any]:
@@ -119,6 +122,7 @@ def train(name: str, ranks: Any, *, dry: bool = False) -> dict[str, Any]:
     feed.close()
     return {
         "seconds": statistics.median(windows.seconds),
+        "cpu_seconds": statistics.median(windows.cpu_seconds),
         "peak_gib": 0.0 if dry else (torch.cuda.max_memory_allocated() - allocated_before) / 2**30,
     }
 
@@ -149,6 +153,7 @@ def work(rank: int, devices: int, arguments: argparse.Namespace) -> None:
                     "layout": name,
                     "round": number,
                     "seconds": [row["seconds"] for row in gathered],
+                    "cpu_seconds": [row["cpu_seconds"] for row in gathered],
                     "peak_gib": max(row["peak_gib"] for row in gathered),
                     "device": f"{devices} x {torch.cuda.get_device_name()}",
                     "torch": torch.__version__,
@@ -159,7 +164,8 @@ def work(rank: int, devices: int, arguments: argparse.Namespace) -> None:
             if rank == 0:
                 with arguments.results.open("a") as file:
                     file.write(json.dumps(rows[-1]) + "\n")
-                print(f"round {number}: {name} {[round(1e3 * s, 1) for s in rows[-1]['seconds']]} ms", flush=True)
+                times, cpu = ([round(1e3 * s, 1) for s in rows[-1][key]] for key in ("seconds", "cpu_seconds"))
+                print(f"round {number}: {name} {times} ms, {cpu} ms of the CPU", flush=True)
     ranks.barrier()
     shutdown_distributed()
     if rank == 0 and not arguments.dry_run:

@@ -184,14 +184,14 @@ SOME = ["zero1", "full", "sequence", "p2p", "pipeline"]
 RUNS: dict[tuple[str, int], list[str]] = {
     ("gpt", 2): [*DENSE, "ddp, NCCL", "zero1, NCCL", "full, NCCL", *OVERLAPS],
     ("one micro batch", 2): ["pipeline"],
-    ("deep", 2): ["interleaved"],
+    ("deep", 2): ["interleaved", "grad", "full"],  # more layers than memory of gathered weights has slots
     ("experts", 2): ["ddp", "zero1", "full", "sequence", "p2p", "all_gather", "a2a", "pipeline", *DISPATCHERS],
     ("t5", 2): [*(name for name in DENSE if name not in ("p2p", "pipeline")), "overlap", "t5 pipeline"],
     ("bert", 2): DENSE,
     ("lora", 2): SOME,
     ("recompute", 2): [*SOME, "ddp"],
     ("selective", 2): ["full", "sequence", "p2p"],
-    ("offload", 2): ["ddp", "zero1", "sequence"],
+    ("offload", 2): ["ddp", "zero1", "grad", "sequence"],
     ("offloaded optimizer", 2): ["zero1", "full", "tensor"],
     ("deep", 4): [name for name in FOUR if not name.startswith(("alltoall", "allgather", "t5", "a2a,"))],
     ("t5", 4): ["t5 pipeline, sequence", "a2a, sequence", "hybrid"],
@@ -199,7 +199,7 @@ RUNS: dict[tuple[str, int], list[str]] = {
     ("deep", 8): [name for name in EIGHT if not name.startswith("alltoall")],
     ("experts", 8): ["alltoall 4, pipeline, sequence"],
 }
-COMPILED = {("gpt", 2): ["ddp", "zero1", "full", "tensor"], ("deep", 4): ["pipeline, tensor", "hybrid"]}
+COMPILED = {("gpt", 2): ["ddp", "zero1", "grad", "full", "tensor"], ("deep", 4): ["pipeline, tensor", "hybrid"]}
 
 
 class Precision(NamedTuple):

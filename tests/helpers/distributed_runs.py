@@ -206,6 +206,8 @@ def _train(directory: Path, ranks: Any, changes: dict[str, Any]) -> dict[str, An
         import deferred_copies
 
         deferred_copies.install()
+    if changes.pop("copy_engines", False):
+        _use_copy_engines(directory)
     if changes.pop("late", False):
         train_loop.is_async = lambda device: True
     expert_load.has_matplotlib = lambda: False  # drawing a figure takes longer than the run
@@ -219,6 +221,24 @@ def _train(directory: Path, ranks: Any, changes: dict[str, Any]) -> dict[str, An
     keys = config.root.model
     model_ranks = keys.tensor_model_parallel_size * keys.context_parallel_size * keys.pipeline_model_parallel_size
     return {"steps": steps, "targets": targets, "validation": values, "model_ranks": model_ranks, "scales": scales}
+
+
+def _use_copy_engines(directory: Path) -> None:
+    """Exchange weights and gradients by copy engines' collectives, with memory of the host."""
+    from host_memory import HostMemory
+
+    from stoker.trainer.core import training_state
+    from stoker.trainer.distributed import copy_engine
+
+    def build(ranks: Any, device: torch.device, asked: bool | None) -> copy_engine.CopyEngineCollectives:
+        first = ranks.all_gather_text(str(torch.distributed.get_rank()))[0]
+        folder = directory.with_name(f"{directory.name}.memory{first}")
+        folder.mkdir(exist_ok=True)
+        num_bytes = copy_engine.CopyEngineCollectives.inbox_bytes(ranks.world_size)
+        return copy_engine.CopyEngineCollectives(HostMemory(folder, ranks.rank, ranks.world_size, num_bytes))
+
+    copy_engine.SLOT_BYTES = 1 << 16
+    training_state.build_collectives = build
 
 
 def _overflowing_norm(optimizer: Any, gradients: list[list[Tensor]]) -> Tensor:

@@ -14,10 +14,17 @@ class HostMemory:
 
     def __init__(self, directory: Path, rank: int, size: int, num_bytes: int) -> None:
         self.rank = rank
+        self._directory, self._size, self._made = directory, size, 0
         paths = [directory / f"memory{each}" for each in range(size)]
         self.of_rank: list[Tensor] = [
             torch.from_file(str(path), shared=True, size=num_bytes, dtype=torch.uint8) for path in paths
         ]
+
+    def allocate(self, num_bytes: int) -> HostMemory:
+        self._made += 1
+        directory = self._directory / f"more{self._made}"
+        directory.mkdir(exist_ok=True)
+        return HostMemory(directory, self.rank, self._size, num_bytes)
 
     def write(self, rank: int, offset: int, value: int) -> None:
         self.of_rank[rank][offset : offset + 4].view(torch.int32).fill_(value)

@@ -27,7 +27,7 @@ from tests.helpers.resolved import build_data
 
 CPU = torch.device("cpu")
 
-SHAPES = [(12, 5), (6,), (24, 3), (60, 7)]
+SHAPES = [(12, 5), (12,), (24, 3), (60, 7)]
 ROUNDS = 3
 
 
@@ -40,7 +40,7 @@ def tensors_of(rank: int, round_: int, dtype: torch.dtype) -> list[torch.Tensor]
     return [torch.randn(shape, generator=generator).to(dtype) for shape in SHAPES]
 
 
-@pytest.mark.parametrize("size", cases([2, 3], fast=1))
+@pytest.mark.parametrize("size", cases([2, 3, 4], fast=2))
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_sums_and_gathers_are_those_of_all_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int, dtype: torch.dtype
@@ -62,6 +62,13 @@ def test_sums_and_gathers_are_those_of_all_ranks(
                 mine = expected.chunk(size)[rank]
                 worst = max(worst, float((whole - expected).abs().max()), float((sums[index] - mine).abs().max()))
                 assert sums[index].shape == mine.shape
+            for outputs in (wholes, every[rank]):  # the second in place
+                expected = [sum(each[index].to(wide) for each in every) for index in range(len(SHAPES))]
+                for output in wholes:
+                    output.zero_()
+                peers.all_reduce(every[rank], outputs)
+                for output, total in zip(outputs, expected, strict=True):
+                    worst = max(worst, float((output - total.to(output.dtype)).abs().max()))  # pyright: ignore[reportAttributeAccessIssue]
         return worst
 
     assert fork_ranks(str(tmp_path), size, on_rank) == [0.0] * size
@@ -71,11 +78,19 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "ddp": {},
     "zero1": {"model__optim__name": "distributed_fused_adam"},
     "grad": {"model__fsdp": True, "model__fsdp_sharding_strategy": "grad"},
-    "full": {"model__fsdp": True},
+    "full": {"model__fsdp": True, "model__num_layers": 5},  # more than memory of gathered weights has slots
+    "recompute": {
+        "model__fsdp": True,
+        "model__num_layers": 5,
+        "model__activations_checkpoint_granularity": "full",
+        "model__activations_checkpoint_method": "uniform",
+        "model__activations_checkpoint_num_layers": 2,
+    },
+    "uneven": {"model__fsdp": True, "model__num_layers": 5, "model__ffn_hidden_size": 33},
 }
 
 
-@pytest.mark.parametrize("layout", cases(LAYOUTS, fast=2))
+@pytest.mark.parametrize("layout", ["full", *cases([name for name in LAYOUTS if name != "full"], fast=1)])
 @pytest.mark.parametrize("precision", ["bf16", *extra("64")])
 def test_training_is_that_of_gloo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: str, precision: str) -> None:
     monkeypatch.setattr(copy_engine, "SLOT_BYTES", 2 * 1024)
@@ -117,6 +132,9 @@ def train(directory: Path, rank: int, precision: str, changes: dict[str, Any]) -
     optimizer = training_state.build_optimizer(run, model, parallel, mesh)
     parallel.attach(model, optimizer)
     for step, micro_batches in enumerate((1, 2, 1)):
+        with torch.no_grad():  # a validation
+            model.batch_loss(batch_tensors(data.train.batch(0, 2)), torch.tensor(32.0))
+        parallel.reshard()
         parallel.before_step(micro_batches)
         for number in range(micro_batches):
             fields = batch_tensors(data.train.batch(8 * step + 4 * number + 2 * rank, 2))

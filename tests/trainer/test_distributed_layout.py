@@ -19,7 +19,7 @@ from stoker.trainer.config.parameter_layout import plan_layout
         (
             {"fsdp": True, "strategy": "grad"},
             "fsdp grad",
-            "each with 1/4 of the weights and 1/4 of the optimizer state",
+            "each with all weights and 1/4 of the gradients and optimizer state",
         ),
         ({"fsdp": True}, "fsdp full", "each with 1/4 of the weights and 1/4 of the optimizer state"),
         (

@@ -152,6 +152,23 @@ def test_every_layout_equals_one_process(runs, layout, ranks):
 
 
 @full_only
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("layout", ["ddp", "zero1", "grad", "full"])
+def test_copy_engines_equal_one_process(runs, layout, ranks):
+    changes = EMA | UNTIED | {"model__num_layers": 5}
+    alone = runs.run("alone-copy-engines", **changes)
+    together = runs.run(f"copy-engines-{layout}-{ranks}", ranks, copy_engines=True, **changes, **LAYOUTS[layout])
+    assert list(together.parent.glob(f"{together.name}.memory*")), "they were not used"
+    check_equal(together, alone, kinds=("model", "optimizer", "ema"))
+
+
+@full_only
+def test_copy_engines_equal_one_process_with_t5(runs):
+    together = runs.run("copy-engines-t5", 2, copy_engines=True, model=T5["model"] | {"fsdp": True})
+    check_equal(together, runs.run("alone-t5", **T5))
+
+
+@full_only
 @pytest.mark.parametrize(("layout", "ranks"), [("ddp", 3), ("zero1", 2), ("full", 4), ("hybrid", 4)])
 def test_fused_weights_equal_one_process(runs, layout, ranks):
     compare(runs, f"untied {layout}", ranks, LAYOUTS[layout], UNTIED)

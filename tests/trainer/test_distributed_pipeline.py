@@ -53,6 +53,17 @@ def compare(
         assert mine == pytest.approx(expected, rel=1e-6)
 
 
+@full_only
+@pytest.mark.parametrize("pipeline", [TWO, INTERLEAVED])
+@pytest.mark.parametrize("layout", ["grad", "full"])
+def test_copy_engines_gather_the_weights_of_stages(runs, layout, pipeline):
+    changes = {"model__num_layers": 16}
+    alone = runs.run("alone-of-16", **MODELS["relative"] | changes)
+    keys = MODELS["relative"] | changes | LAYOUTS[layout] | pipeline
+    together = runs.run(f"copy-engines-{layout}-{len(pipeline)}", 4, copy_engines=True, **keys)
+    check_equal(together, alone)
+
+
 def expert_load(directory: Path) -> list[dict[str, float]]:
     """Return what metrics.jsonl says about the experts of all layers."""
     names = ("load_balancing_loss", "z_loss", "load_cv", "expert_share_min", "expert_share_max", "router_entropy")

@@ -70,9 +70,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory, forks: ForkServer) -> Distrib
     [
         ({}, OFFLOADS),
         ({"model__optim__name": "distributed_fused_adam"}, OFFLOADS),
+        ({"model__fsdp": True, "model__fsdp_sharding_strategy": "grad"}, OFFLOADS),
         ({"model__fsdp": True}, {**OFFLOADS, "model__cpu_offloading_weights": False}),
     ],
-    ids=["ddp", "zero1", "fsdp"],
+    ids=["ddp", "zero1", "grad", "fsdp"],
 )
 def test_two_ranks_are_the_same_with_and_without(
     runs: DistributedRuns, request: pytest.FixtureRequest, layout: dict[str, Any], offloads: dict[str, Any]

@@ -101,7 +101,7 @@ SHARED_EXPERTS = [
 ]
 SHARED_BY_FOUR = [
     *(recomputing(SHARED, keys) | SEQUENCE | dispatcher for keys in (CHUNKS, MODULES) for dispatcher in ({}, GATHER)),
-    *(SHARED | DATA[data] for data in ("ddp", "zero1", "fsdp")),
+    *(SHARED | DATA[data] for data in ("ddp", "zero1", "grad", "fsdp")),
     SHARED | SEQUENCE | PADDED,
     SHARED | KEYS,
     SHARED | RING | PADDED,

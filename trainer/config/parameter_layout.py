@@ -4,11 +4,11 @@
 |---|---|---|---|---|
 | data parallel (DDP) | R x 1 | always | replicated | once per step |
 | distributed optimizer (ZeRO-1) | 1 x R | always | sharded | once per step |
-| fsdp `grad` (ZeRO-2) | 1 x R | during a micro batch | sharded | every micro batch |
+| fsdp `grad` (ZeRO-2) | 1 x R | always | sharded, as are gradients | every micro batch |
 | fsdp `full` (ZeRO-3) | 1 x R | one layer at a time | sharded | every micro batch |
 | fsdp `hybrid` | R/s x s | one layer at a time | sharded | every micro batch |
 
-`trainer/distributed/ddp.py` implements the first two, `trainer/distributed/fsdp.py` the others.
+`trainer/distributed/ddp.py` implements the first three, `trainer/distributed/fsdp.py` the others.
 
 Sources: Rajbhandari et al. 2020, arXiv 1910.02054 (ZeRO); Zhao et al. 2023, arXiv 2304.11277 (FSDP).
 """
@@ -37,21 +37,21 @@ class DataParallelLayout:
         replicas: number of replicas of each shard.
         shards: number of shards.
         replicates_weights: weights are replicated; otherwise each rank holds its shard outside of forward and backward.
-        reshard_after_forward: free the gathered weights of a layer after its forward and all-gather them for backward.
+        shards_gradients: with replicated weights, only the gradients that a rank updates with are kept.
     """
 
     name: str
     replicas: int
     shards: int
     replicates_weights: bool = False
-    reshard_after_forward: bool = False
+    shards_gradients: bool = False
 
     @property
     def description(self) -> str:
         """Description of a rank's weights and optimizer state between steps, for the log."""
         if self.shards == 1:
             return "each with all weights and all optimizer state"
-        part = f"1/{self.shards} of the optimizer state"
+        part = f"1/{self.shards} of the {'gradients and ' if self.shards_gradients else ''}optimizer state"
         weights = "all weights and" if self.replicates_weights else f"1/{self.shards} of the weights and"
         copies = f"; {self.replicas} copies" if self.replicas > 1 else ""
         return f"each with {weights} {part}{copies}"
@@ -72,10 +72,10 @@ def plan_layout(
     if world_size == 1:
         return None
     if fsdp and strategy == "grad":
-        return DataParallelLayout("fsdp grad", 1, world_size)
+        return DataParallelLayout("fsdp grad", 1, world_size, replicates_weights=True, shards_gradients=True)
     if fsdp:
         shards = world_size if strategy == "full" or shard_size is None else shard_size
-        return DataParallelLayout(f"fsdp {strategy}", world_size // shards, shards, reshard_after_forward=True)
+        return DataParallelLayout(f"fsdp {strategy}", world_size // shards, shards)
     if optimizer in DISTRIBUTED_OPTIMIZERS:
         return DataParallelLayout("distributed optimizer", 1, world_size, replicates_weights=True)
     return DataParallelLayout("data parallel", world_size, 1, replicates_weights=True)

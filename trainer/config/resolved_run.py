@@ -116,7 +116,9 @@ class ResolvedRun:
         """True if the fp8 casts of weights are made once for several passes: for the micro batches of a step, those of
         frozen weights once. Not of weights that are gathered for each pass (FSDP2), nor with offloaded activations.
         """
-        moves = self.model.fsdp or any(stack.offload for stack in self.family.stacks)
+        moves = (self.layout is not None and not self.layout.replicates_weights) or any(
+            stack.offload for stack in self.family.stacks
+        )
         has_fp8 = any(stack.fp8 for stack in self.family.stacks)
         return has_fp8 and not moves and (self.micro_batches > 1 or self.peft is not None)
 

@@ -129,7 +129,7 @@ def _base_record(run: RunContext, base: PretrainedWeights | None) -> BaseRecord 
 
 
 def build_data_parallel(run: ResolvedRun, device: torch.device, mesh: Mesh) -> DataParallel | None:
-    """Build the data-parallel strategy (DDP and ZeRO-1, or FSDP2 and HSDP), or None for one data-parallel rank."""
+    """Build the data-parallel strategy (DDP, ZeRO-1, ZeRO-2, or FSDP2 and HSDP), or None for one data-parallel rank."""
     layout = run.layout
     if layout is None:
         return None

@@ -32,7 +32,7 @@ SLOTS = 2
 SLOT_BYTES = 128 << 20
 """Bytes of a piece from all ranks: the weights of a layer of 67 million parameters in bf16."""
 
-_COUNTER_BYTES = 64
+COUNTER_BYTES = 64
 """Distance of two counters, so that no two writers share a sector of memory."""
 
 
@@ -55,6 +55,10 @@ class Memory(Protocol):
         """Make the current stream wait until a counter in the memory of this rank has reached a value."""
         ...
 
+    def allocate(self, num_bytes: int) -> Memory:
+        """Return more memory of the same ranks, zeroed; a collective of these."""
+        ...
+
 
 class PeerMemory:
     """Symmetric memory of the GPUs of a group, see `Memory`; a collective of its ranks.
@@ -71,6 +75,7 @@ class PeerMemory:
         group = ranks.group or dist.group.WORLD
         assert group is not None
         self.rank = ranks.rank
+        self._ranks = ranks
         self._device = device
         own = symmetric_memory.empty(num_bytes, dtype=torch.uint8, device=device)
         own.zero_()
@@ -88,6 +93,10 @@ class PeerMemory:
     def wait(self, offset: int, value: int) -> None:
         """Make the current stream wait for a counter, see `Memory`."""
         self._run("cuStreamWaitValue32_v2", self.rank, offset, value)  # flags 0: greater or equal
+
+    def allocate(self, num_bytes: int) -> PeerMemory:
+        """Return more memory of the same ranks, see `Memory`."""
+        return PeerMemory(self._ranks, self._device, num_bytes)
 
     def _run(self, function: str, rank: int, offset: int, value: int) -> None:
         stream = torch.cuda.current_stream(self._device).cuda_stream
@@ -151,19 +160,22 @@ class CopyEngineCollectives:
 
     Args:
         memory: memory of each rank, of `inbox_bytes`.
+
+    Attributes:
+        size: number of ranks.
     """
 
     def __init__(self, memory: Memory) -> None:
-        self._memory = memory
-        self._rank, self._size = memory.rank, len(memory.of_rank)
+        self.memory = memory
+        self._rank, self.size = memory.rank, len(memory.of_rank)
         # every rank begins with another one, so that no GPU receives from all at once
-        self._others = [(self._rank + step) % self._size for step in range(1, self._size)]
+        self._others = [(self._rank + step) % self.size for step in range(1, self.size)]
         self._pieces = 0
 
     @staticmethod
     def inbox_bytes(ranks: int) -> int:
         """Return the bytes of memory of each rank: the slots, then two counters for each rank."""
-        return SLOTS * SLOT_BYTES + 2 * ranks * _COUNTER_BYTES
+        return SLOTS * SLOT_BYTES + 2 * ranks * COUNTER_BYTES
 
     def reduce_scatter(
         self, tensors: Sequence[Tensor], dtype: torch.dtype | None = None, outputs: Sequence[Tensor] | None = None
@@ -178,18 +190,41 @@ class CopyEngineCollectives:
         Returns:
             (rows / ranks, ...) each.
         """
-        shares = [tensor.view(self._size, -1) for tensor in tensors]
+        shares = [tensor.view(self.size, -1) for tensor in tensors]
         if outputs is None:
             dtype = dtype or torch.promote_types(tensors[0].dtype, torch.float32)
             outputs = [
-                tensor.new_empty((tensor.shape[0] // self._size, *tensor.shape[1:]), dtype=dtype) for tensor in tensors
+                tensor.new_empty((tensor.shape[0] // self.size, *tensor.shape[1:]), dtype=dtype) for tensor in tensors
             ]
         sums = [output.view(-1) for output in outputs]
-        for piece, inbox in self._exchange([[share[rank] for share in shares] for rank in range(self._size)]):
+        for piece, inbox in self._exchange([[share[rank] for share in shares] for rank in range(self.size)]):
             for segment in piece:
                 own, place = shares[segment.tensor][self._rank], slice(segment.start, segment.stop)
                 sum_over_ranks(own[place], inbox[:, segment.place], self._rank, sums[segment.tensor][place])
         return list(outputs)
+
+    def all_reduce(self, tensors: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+        """Write the sum of each tensor over the ranks, summed in at least fp32.
+
+        A few ranks send each other the whole tensors, where that is no more than a reduce-scatter and an all-gather of
+        the sums, which may be in a wider dtype: none waits for the sums of others, or copies them.
+
+        Args:
+            tensors: contiguous and of one dtype; the rows are a multiple of the ranks.
+            outputs: contiguous tensors of the same shapes and of one dtype; may be `tensors`.
+        """
+        if self.size > 1 + outputs[0].itemsize // tensors[0].itemsize:
+            wholes = [output.view(self.size, -1) for output in outputs]
+            sums = [whole[self._rank] for whole in wholes]
+            self.all_gather(self.reduce_scatter(tensors, outputs=sums), outputs)
+            return
+        flat = [tensor.view(-1) for tensor in tensors]
+        sums = [output.view(-1) for output in outputs]
+        for piece, inbox in self._exchange([flat] * self.size):
+            for segment in piece:
+                place = slice(segment.start, segment.stop)
+                own = flat[segment.tensor][place]
+                sum_over_ranks(own, inbox[:, segment.place], self._rank, sums[segment.tensor][place])
 
     def all_gather(self, parts: Sequence[Tensor], wholes: Sequence[Tensor]) -> None:
         """Write the rows of all ranks into each whole tensor.
@@ -198,12 +233,12 @@ class CopyEngineCollectives:
             parts: this rank's rows of each tensor, contiguous and of one dtype; may be views of `wholes`.
             wholes: contiguous tensors of all rows, of the same dtype.
         """
-        shares = [whole.view(self._size, -1) for whole in wholes]
+        shares = [whole.view(self.size, -1) for whole in wholes]
         mine = [part.view(-1) for part in parts]
         for share, part in zip(shares, mine, strict=True):
             if share[self._rank].data_ptr() != part.data_ptr():
                 share[self._rank].copy_(part)
-        for piece, inbox in self._exchange([mine] * self._size):
+        for piece, inbox in self._exchange([mine] * self.size):
             for rank in self._others:
                 into = [shares[segment.tensor][rank, segment.start : segment.stop] for segment in piece]
                 values = [inbox[rank, segment.place] for segment in piece]
@@ -223,7 +258,7 @@ class CopyEngineCollectives:
 
     def _piece_elements(self, dtype: torch.dtype) -> int:
         """Return the elements of one rank in a piece, a multiple of 256 bytes."""
-        return SLOT_BYTES // self._size // 256 * 256 // dtype.itemsize
+        return SLOT_BYTES // self.size // 256 * 256 // dtype.itemsize
 
     def _send(self, piece: list[_Segment], sent: Sequence[Sequence[Tensor]]) -> int:
         """Copy a piece into the inbox of every other rank; return its number."""
@@ -231,36 +266,36 @@ class CopyEngineCollectives:
         self._pieces += 1
         for rank in self._others:
             if number >= SLOTS:
-                self._memory.wait(self._used(rank), number - SLOTS + 1)
+                self.memory.wait(self._used(rank), number - SLOTS + 1)
             inbox = self._inbox(rank, number, piece, sent[rank][0].dtype)[self._rank]
             for segment in piece:
                 values = sent[rank][segment.tensor][segment.start : segment.stop]
                 inbox[segment.place].copy_(values, non_blocking=True)
-            self._memory.write(rank, self._arrived(self._rank), number + 1)
+            self.memory.write(rank, self._arrived(self._rank), number + 1)
         return number
 
     def _receive(
         self, piece: list[_Segment], number: int, dtype: torch.dtype
     ) -> Iterator[tuple[list[_Segment], Tensor]]:
         for rank in self._others:
-            self._memory.wait(self._arrived(rank), number + 1)
+            self.memory.wait(self._arrived(rank), number + 1)
         yield piece, self._inbox(self._rank, number, piece, dtype)
         for rank in self._others:
-            self._memory.write(rank, self._used(self._rank), number + 1)
+            self.memory.write(rank, self._used(self._rank), number + 1)
 
     def _inbox(self, rank: int, number: int, piece: list[_Segment], dtype: torch.dtype) -> Tensor:
         """Return the slot of a piece in the memory of a rank, (ranks, elements), by the rank that it is from."""
         first = number % SLOTS * SLOT_BYTES
-        slot = self._memory.of_rank[rank][first : first + SLOT_BYTES // (self._size * 256) * (self._size * 256)]
-        return slot.view(dtype).view(self._size, -1)[:, : piece[-1].place.stop]
+        slot = self.memory.of_rank[rank][first : first + SLOT_BYTES // (self.size * 256) * (self.size * 256)]
+        return slot.view(dtype).view(self.size, -1)[:, : piece[-1].place.stop]
 
     def _arrived(self, source: int) -> int:
         """Return the offset of the counter of pieces that a rank has sent to the owner of the memory."""
-        return SLOTS * SLOT_BYTES + 2 * source * _COUNTER_BYTES
+        return SLOTS * SLOT_BYTES + 2 * source * COUNTER_BYTES
 
     def _used(self, reader: int) -> int:
         """Return the offset of the counter of pieces of the owner of the memory that a rank has used."""
-        return self._arrived(reader) + _COUNTER_BYTES
+        return self._arrived(reader) + COUNTER_BYTES
 
 
 def _pieces(sizes: Sequence[int], elements: int) -> Iterator[list[_Segment]]:

@@ -1,16 +1,19 @@
-"""Replicated parameters: data parallel (DDP), and the distributed optimizer (ZeRO-1) with sharded optimizer state.
+"""Replicated parameters: data parallel (DDP), the distributed optimizer (ZeRO-1) with sharded optimizer state, and with
+sharded gradients too (ZeRO-2).
 
 No flat buffers: during backward the gradients of a layer are all-reduced as soon as all are ready, in place unless the
 reduction dtype differs from theirs. With a distributed optimizer they are reduce-scattered, each rank updates its own
-rows, and the other rows are all-gathered directly into the weights. FSDP2 does the same with copies into and out of
+rows, and the other rows are all-gathered directly into the weights. With sharded gradients this is done in every micro
+batch, so that a rank keeps the gradients of its own rows only. FSDP2 does the same with copies into and out of
 communication buffers.
 
-Source: Rajbhandari et al. 2020, arXiv 1910.02054, section 5 (ZeRO-1 communicates as much as data parallel).
+Source: Rajbhandari et al. 2020, arXiv 1910.02054, section 5 (ZeRO-1 and ZeRO-2 communicate as much as data parallel).
 """
 
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
@@ -27,6 +30,9 @@ from ..utils.local_shard import LocalShard, chunk_bounds, row_shard
 from .copy_engine import CopyEngineCollectives
 from .data_parallel import DataParallel, backward_passes, communication_buckets, gather_rows
 from .process_group import DistributedContext, all_gather_single, reduce_scatter_single
+
+_SENT = 2
+"""Buckets whose whole gradients are held until their sums exist, with sharded gradients: computation does not wait."""
 
 
 class _Unit(NamedTuple):
@@ -75,6 +81,7 @@ class ReplicatedDataParallel(DataParallel):
         self._optimizer: Optimizer | None = None
         self._micro_batches = 1
         self._passed: list[int] = []
+        self._sent: deque[tuple[Any, list[Tensor]]] = deque()
         # Side stream, so that communication overlaps with backward.
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
@@ -106,7 +113,7 @@ class ReplicatedDataParallel(DataParallel):
                 parameter.register_post_accumulate_grad_hook(self._grad_hook(number))
 
     def before_step(self, micro_batches: int) -> None:
-        """Start a step; gradients are reduced over ranks in the last backward pass only."""
+        """Start a step; unless they are sharded, gradients are reduced over ranks in the last backward pass only."""
         self._micro_batches = micro_batches
         self._passed = [0] * len(self._units)
 
@@ -114,6 +121,7 @@ class ReplicatedDataParallel(DataParallel):
         """Make the current stream wait for the gradient reductions."""
         if self._stream is not None:
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        self._sent.clear()
 
     @torch.no_grad()
     def after_update(self) -> None:
@@ -157,44 +165,71 @@ class ReplicatedDataParallel(DataParallel):
     def _on_unit_ready(self, unit: _Unit, *, first: bool, last: bool) -> None:
         """Accumulate and reduce the gradients of a bucket, once all are ready."""
         assert self._optimizer is not None
-        same_dtype = self._reduce_dtype in (None, unit.parameters[0].dtype)
-        copy_engines = self._copy_engines if last and unit.ranks is self._replicas else None
-        if first and last and (same_dtype or copy_engines is not None):  # copy engines send bf16 and sum in fp32
+        shards, same_dtype = self.layout.shards_gradients, self._reduce_dtype in (None, unit.parameters[0].dtype)
+        copy_engines = self._copy_engines if (last or shards) and unit.ranks is self._replicas else None
+        if shards:
+            gradients = [self._optimizer.take_gradient(parameter) for parameter in unit.parameters]
+        elif first and last and (same_dtype or copy_engines is not None):  # copy engines send bf16 and sum in fp32
             gradients = [parameter.grad for parameter in unit.parameters if parameter.grad is not None]
         else:
             gradients = self._optimizer.accumulate(unit.parameters)
-        if not last or unit.ranks.world_size == 1:
+        if not shards and (not last or unit.ranks.world_size == 1):
             return
         with self._communication_stream():
-            if copy_engines is None:
-                self._sum(gradients, unit.ranks)
-            else:
-                self._sum_by_copy_engines(unit, gradients, copy_engines)
+            others = unit.parameters, gradients
+            if copy_engines is not None:
+                others = self._sum_by_copy_engines(unit, gradients, copy_engines)
+            if not shards:
+                self._sum(others[1], unit.ranks)
+                return
+            self._sum_into_shards(*others, unit.ranks)
+            if self._stream is not None:
+                self._sent.append((self._stream.record_event(), gradients))
+        if len(self._sent) > _SENT:  # what is computed next may use their memory
+            torch.cuda.current_stream(self._device).wait_event(self._sent.popleft()[0])
 
     def _sum_by_copy_engines(
         self, unit: _Unit, gradients: Sequence[Tensor], copy_engines: CopyEngineCollectives
-    ) -> None:
+    ) -> tuple[list[nn.Parameter], list[Tensor]]:
         """Reduce gradients over ranks: sent in the reduction dtype or a narrower one that they have, summed in fp32.
 
         The sums are in the dtype that the optimizer expects: what it would have accumulated.
+
+        Returns:
+            The parameters whose rows the ranks do not divide, and their gradients, which are not reduced.
         """
         optimizer = self._optimizer
         assert optimizer is not None
         reduce_dtype = self._reduce_dtype or gradients[0].dtype
-        is_even = [_is_even(gradient, unit.ranks) for gradient in gradients]
-        sent = [gradient for gradient, even in zip(gradients, is_even, strict=True) if even]
+        pairs = list(zip(unit.parameters, gradients, strict=True))
+        even = [pair for pair in pairs if _is_even(pair[1], unit.ranks)]
+        sent = [gradient for _, gradient in even]
         if sent and reduce_dtype.itemsize < sent[0].dtype.itemsize:
             sent = [gradient.to(reduce_dtype) for gradient in sent]
         dtype = reduce_dtype if optimizer.main_weights else gradients[0].dtype
-        sums = copy_engines.reduce_scatter(sent, dtype) if sent else []
         if sent and self.layout.shards == 1:
-            wholes = [each if each.dtype == dtype else torch.empty_like(each, dtype=dtype) for each in sent]
-            copy_engines.all_gather(sums, wholes)
-            sums = wholes
-        even_ones = [parameter for parameter, even in zip(unit.parameters, is_even, strict=True) if even]
-        for parameter, total in zip(even_ones, sums, strict=True):
-            optimizer.use_gradient(parameter, total)
-        self._sum([gradient for gradient, even in zip(gradients, is_even, strict=True) if not even], unit.ranks)
+            sums = [each if each.dtype == dtype else torch.empty_like(each, dtype=dtype) for each in sent]
+            copy_engines.all_reduce(sent, sums)
+        else:
+            sums = copy_engines.reduce_scatter(sent, dtype) if sent else []
+        optimizer.add_gradients([parameter for parameter, _ in even], sums)
+        others = [pair for pair in pairs if not _is_even(pair[1], unit.ranks)]
+        return [parameter for parameter, _ in others], [gradient for _, gradient in others]
+
+    def _sum_into_shards(
+        self, parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor], ranks: DistributedContext
+    ) -> None:
+        """Reduce gradients over ranks, and add copies of the rows that this rank updates to those of the step."""
+        if not gradients:
+            return
+        assert self._optimizer is not None
+        dtype = reduce_dtype = self._reduce_dtype or gradients[0].dtype
+        if not self._optimizer.main_weights:
+            dtype = gradients[0].dtype
+        sums = [gradient.to(reduce_dtype) for gradient in gradients]
+        if ranks.world_size > 1:
+            self._sum(sums, ranks)
+        self._optimizer.add_gradients(parameters, [_chunk(total, ranks).to(dtype, copy=True) for total in sums])
 
     def _sum(self, gradients: Sequence[Tensor], ranks: DistributedContext) -> None:
         """Reduce gradients over ranks in place; with a distributed optimizer only the local rows are then valid."""

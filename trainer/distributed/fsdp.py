@@ -1,54 +1,27 @@
-"""Sharded parameters (ZeRO-2, ZeRO-3, hybrid) by FSDP2, with one FSDP unit per layer."""
+"""Sharded parameters (ZeRO-3, hybrid) by FSDP2, with one FSDP unit per layer."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
-from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllocMixin
+from torch.distributed.tensor import DTensor
 
 from ...models.build import LanguageModel, get_stacks
 from ...models.moe.moe_layer import find_moe_layers
 from ..config.parameter_layout import DataParallelLayout
+from ..optim.base_optimizer import Optimizer
 from .copy_engine import CopyEngineCollectives
 from .data_parallel import DataParallel
+from .gathered_weights import GatheredWeights
 
 # FSDP2 reduces gradients over the shard group, then over the replica group.
 MESH_DIM_NAMES = ("dp_replicate", "dp_shard")
-
-
-class _CopyEngineAllGather(DefaultAllocMixin, AllGather):
-    """All-gather of weights in FSDP2."""
-
-    def __init__(self, collectives: CopyEngineCollectives) -> None:
-        self._collectives = collectives
-
-    def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
-    ) -> None:
-        """Gather a flat input (N,) of each rank into the output (ranks x N,)."""
-        self._collectives.all_gather([input_tensor], [output_tensor])
-
-
-class _CopyEngineReduceScatter(DefaultAllocMixin, ReduceScatter):
-    """Reduce-scatter (sum) of gradients in FSDP2."""
-
-    def __init__(self, collectives: CopyEngineCollectives) -> None:
-        self._collectives = collectives
-
-    def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
-    ) -> None:
-        """Sum flat inputs (ranks x N,) into this rank's part (N,); the operation is a sum, see `shard`."""
-        self._collectives.reduce_scatter([input_tensor], outputs=[output_tensor])
 
 
 class ShardedDataParallel(DataParallel):
@@ -90,11 +63,11 @@ class ShardedDataParallel(DataParallel):
             for group in groups:
                 _set_pg_timeout(timeout, group)
         super().__init__(layout, groups[1], groups[2] if self.expert_mesh is not None else None)
-        # Weights and gradients are exchanged on streams of their own.
-        gathers, reduces = (copy_engines() if layout.replicas == 1 else None for _ in range(2))
-        self._exchanges = (gathers, reduces) if gathers is not None and reduces is not None else None
-        if self._exchanges is not None:
-            reduce_dtype = None  # they sum in fp32 what they send in bf16; FSDP2 rounds the sum to the weights' dtype
+        collectives = copy_engines() if layout.replicas == 1 else None
+        self._exchange = None if collectives is None else GatheredWeights(collectives)
+        self._device = device
+        # All that is not the layers' is used again at once by the backward pass; in a pipeline not of that micro batch.
+        self._reshards_root = True if pipeline_ranks > 1 else None
         # Casting inputs to bf16 would round the count of target tokens.
         self._policy = MixedPrecisionPolicy(reduce_dtype=reduce_dtype, cast_forward_inputs=False)
         self._fsdp_modules: list[FSDPModule] = []
@@ -102,24 +75,39 @@ class ShardedDataParallel(DataParallel):
     def shard(self, model: LanguageModel) -> None:
         """Shard the parameters into DTensors."""
         experts = [] if self.expert_mesh is None else [layer.experts for layer in find_moe_layers(model).values()]
-        for module in (*experts, *(layer for stack in get_stacks(model) for layer in stack.layers), model):
+        layers: list[nn.Module] = [layer for stack in get_stacks(model) for layer in stack.layers]
+        by_copy_engines: list[FSDPModule] = []
+        for module in (*experts, *layers, model):
+            rows = [each.shape[0] for each in module.parameters() if not isinstance(each, DTensor)]
             fully_shard(
                 module,
                 mesh=self.expert_mesh if module in experts else self.mesh,
-                reshard_after_forward=self.layout.reshard_after_forward,
+                reshard_after_forward=self._reshards_root if module is model else True,
                 mp_policy=self._policy,
             )
             assert isinstance(module, FSDPModule)
-            if self._exchanges is not None and module not in experts:
-                module.set_custom_all_gather(_CopyEngineAllGather(self._exchanges[0]))
-                module.set_custom_reduce_scatter(_CopyEngineReduceScatter(self._exchanges[1]))
+            if rows and module not in experts and all(number % self.layout.shards == 0 for number in rows):
+                by_copy_engines.append(module)
             self._fsdp_modules.append(module)
         for part in self._fsdp_modules:
             part.set_gradient_divide_factor(1.0)
             # With only a divide factor NCCL would use premul-sum, which gloo does not support.
             part.set_force_sum_reduction_for_comms(True)
+        if self._exchange is not None:
+            roots = [module for module in by_copy_engines if module is model]
+            self._exchange.add([module for module in by_copy_engines if module is not model], roots, self._device)
         for method in ("loss", "run_stage"):
             register_fsdp_forward_method(model, method)
+
+    def attach(self, model: LanguageModel, optimizer: Optimizer) -> None:
+        """Let the optimizer get the gradients that copy engines reduce."""
+        if self._exchange is not None:
+            self._exchange.optimizer = optimizer
+
+    def before_update(self) -> None:
+        """Make the current stream wait for these gradients; FSDP2 has waited for its own."""
+        if self._exchange is not None:
+            self._exchange.wait(self._device)
 
     def reshard(self) -> None:
         """Free the gathered weights, which the next optimizer step makes stale."""

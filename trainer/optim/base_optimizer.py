@@ -14,7 +14,7 @@ gets them on the device, a bucket of parameters at a time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import Any, NamedTuple
@@ -251,7 +251,7 @@ class Optimizer(torch.optim.Optimizer):
         parameters = list(parameters)
         narrow = [parameter for parameter in parameters if self._has_main_weight(parameter)]
         if narrow:
-            gradients = [self._take_gradient(parameter) for parameter in narrow]
+            gradients = [self.take_gradient(parameter) for parameter in narrow]
             for parameter, gradient in zip(narrow, gradients, strict=True):
                 if parameter not in self._sums:
                     self._sums[parameter] = torch.empty_like(gradient, dtype=torch.float32)
@@ -263,9 +263,21 @@ class Optimizer(torch.optim.Optimizer):
             self._sums_in_use.update(narrow)
         return [self._sums[p] if self._has_main_weight(p) else local_tensor(self._gradient(p)) for p in parameters]
 
-    def use_gradient(self, parameter: nn.Parameter, gradient: Tensor) -> None:
-        """Take this, the rows that this rank updates, as the accumulated gradient of a parameter in the next `step`."""
-        self._given[parameter] = gradient
+    def add_gradients(self, parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor]) -> None:
+        """Add these, the rows that this rank updates, to the gradients of parameters in the next `step`.
+
+        They are kept, and overwritten by the next ones: sums of several with main weights are in fp32.
+        """
+        again = [parameter in self._given for parameter in parameters]
+        for parameter, gradient, has_sum in zip(parameters, gradients, again, strict=True):
+            if not has_sum:
+                self._given[parameter] = gradient
+            elif self._has_main_weight(parameter):
+                self._given[parameter] = self._given[parameter].float()
+        if any(again):
+            sums = [self._given[parameter] for parameter, has_sum in zip(parameters, again, strict=True) if has_sum]
+            added = [gradient for gradient, has_sum in zip(gradients, again, strict=True) if has_sum]
+            torch._foreach_add_(sums, added)  # pyright: ignore[reportPrivateImportUsage]
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
@@ -509,10 +521,11 @@ class Optimizer(torch.optim.Optimizer):
         if given is not None:
             parameter.grad = None
             return given
-        gradient = self._sums[parameter] if parameter in self._sums_in_use else self._take_gradient(parameter)
+        gradient = self._sums[parameter] if parameter in self._sums_in_use else self.take_gradient(parameter)
         return self.local_rows(gradient, self._part_of(parameter))
 
-    def _take_gradient(self, parameter: nn.Parameter) -> Tensor:
+    def take_gradient(self, parameter: nn.Parameter) -> Tensor:
+        """Return the local gradient of a parameter, and drop `.grad`."""
         gradient = self._gradient(parameter)
         parameter.grad = None
         return local_tensor(gradient)

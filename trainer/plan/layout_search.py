@@ -118,7 +118,7 @@ def _layouts(root: RootBlock) -> Iterator[Values]:
             split = {**each, **pipeline, "sequence_parallel": each["tensor_model_parallel_size"] > 1}
             for sharding in shardings:
                 # weights would be gathered for every micro batch of a stage
-                gathers = sharding["fsdp"] and stages > 1
+                gathers = sharding["fsdp"] and model.fsdp_sharding_strategy != "grad" and stages > 1
                 if sharding == shardings[0] or (world > ranks and not gathers):
                     yield {**split, **sharding}
 

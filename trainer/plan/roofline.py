@@ -392,7 +392,7 @@ def rank_time(run: RunInputs, memory: MemoryPlan, gpu: GPUSpec) -> RankTime:
         matmul_seconds=micro * model_work.dense_equivalent / speeds.matmul,
         attention_seconds=parts["attention"],
     )
-    replicated = run.layout is None or run.layout.replicates_weights
+    replicated = run.layout is None or (run.layout.replicates_weights and not run.layout.shards_gradients)
     once = {"data", "expert data", "replicas"} if replicated else set[str]()
     after = sum((each.exposed for each in traffic if each.axis in {"embeddings", "position biases", *once}), 0.0)
     during = sum((each.exposed for each in traffic), -after)

@@ -301,7 +301,8 @@ def _offloading(run: PlannedRun) -> list[dict[str, Any]]:
         if 0 < number < layers:
             modes.append(_offload(number, weights=False))
     # weights sharded by FSDP are not offloaded; L - 2 layers, since copies of L - 1 overlap less
-    if layers > 2 and not run.root.model.fsdp:
+    model = run.root.model
+    if layers > 2 and (not model.fsdp or model.fsdp_sharding_strategy == "grad"):
         modes.append(_offload(layers - 2, weights=True))
     return [run.in_stacks(mode) for mode in modes]
 

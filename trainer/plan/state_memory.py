@@ -82,13 +82,14 @@ def persistent_state(run: RunInputs) -> PersistentState:
     state = run.sharded(num_state_elements(run) * run.precision.state_itemsize)
     on_host = offloads_optimizer_state(keys, torch.device(run.target.device))
     ema = run.sharded(parameters * run.ema_itemsize)
-    weights, sums = run.counts.total * widths.weights, parameters * 4 if main and accumulates_in_fp32(run) else 0
+    shards_gradients = shards_weights or (run.layout is not None and run.layout.shards_gradients)
+    weights, sums = run.counts.total * widths.weights, parameters * 4 if main and keeps_fp32_sums(run) else 0
     return PersistentState(
         weights=run.sharded(weights) if shards_weights else weights + _fp8_casts(run),
         main_weights=0 if on_host else run.sharded(parameters * main),
         optimizer=0 if on_host else state,
         ema=0 if run.ema_on_host else ema,
-        gradient_sums=run.sharded(sums) if shards_weights else sums,
+        gradient_sums=run.sharded(sums) if shards_gradients else sums,
         tables=_rotary_tables(run) + _masks(run) // run.mesh.context,
         batches=_batches(run),
         workspace=_workspace(run),
@@ -126,10 +127,19 @@ def accumulates_in_fp32(run: RunInputs) -> bool:
     return run.micro_batches > 1
 
 
+def keeps_fp32_sums(run: RunInputs) -> bool:
+    """True if fp32 sums of gradients exist during all of a micro batch, except maybe the first."""
+    if run.layout is not None and run.layout.shards_gradients:
+        return run.precision.main_weights and run.micro_batches > 1
+    return accumulates_in_fp32(run)
+
+
 def reduces_in_other_dtype(run: RunInputs) -> bool:
     """True if gradients are copied to another dtype for the reduction over ranks."""
     if run.layout is None or not run.layout.replicates_weights:
         return False
+    if run.layout.shards_gradients:
+        return run.reduce_itemsize != run.widths.weights
     return run.reduce_itemsize != (4 if accumulates_in_fp32(run) else run.widths.weights)
 
 

@@ -31,7 +31,7 @@ from ...models.t5 import encoder_output_bytes
 from .run_inputs import RunInputs
 from .state_memory import (
     PersistentState,
-    accumulates_in_fp32,
+    keeps_fp32_sums,
     persistent_state,
     reduces_in_other_dtype,
     update_working_bytes,
@@ -450,14 +450,17 @@ class _Gradients:
 
     def __init__(self, run: RunInputs) -> None:
         self._width = run.widths.weights
-        self._replicated = run.layout is None or run.layout.replicates_weights
+        self._shards = run.layout is not None and run.layout.shards_gradients
+        self._replicated = not self._shards and (run.layout is None or run.layout.replicates_weights)
         # ranks with replicated weights add a layer's gradients to the fp32 sums at once and free them
-        self._freed_at_once = run.layout is not None and self._replicated and accumulates_in_fp32(run)
+        self._freed_at_once = run.layout is not None and run.layout.replicates_weights and keeps_fp32_sums(run)
+        if self._shards and run.precision.main_weights:
+            self._width = run.reduce_itemsize
         self._sharded = run.sharded
         parameters = run.counts.total
         self._trained_fraction = run.counts.trainable / parameters
         # 16-bit gradients are added to fp32 sums at once (several ranks) or after the micro batch, and freed
-        uses_fp32_sums = self._width < 4 and run.precision.main_weights
+        uses_fp32_sums = run.widths.weights < 4 and run.precision.main_weights
         self._reduce_copy_width = run.reduce_itemsize if reduces_in_other_dtype(run) else 0
         self.all = self.of(parameters)
         self.adds_in_place = run.micro_batches > 1 and not uses_fp32_sums
@@ -494,11 +497,11 @@ class _Gradients:
 
 
 def _gathered(run: RunInputs, layers: tuple[LayerInStack, ...]) -> int:
-    """Bytes of weights and gradients that FSDP2 holds unsharded temporarily: of all layers, or of two."""
+    """Bytes of weights and gradients that are held unsharded temporarily: of two layers."""
     layout = run.layout
-    if layout is None or layout.replicates_weights:
+    if layout is None or (layout.replicates_weights and not layout.shards_gradients):
         return 0
-    largest = max((layer.memory.num_parameters for layer in layers), default=0)
-    unsharded = run.counts.total if not layout.reshard_after_forward else 2 * largest
-    width = run.widths.weights
-    return unsharded * width + largest * (width + run.reduce_itemsize)
+    largest, width = max((layer.memory.num_parameters for layer in layers), default=0), run.widths.weights
+    if layout.shards_gradients:
+        return 2 * largest * width
+    return 2 * largest * width + largest * (width + run.reduce_itemsize)

@@ -72,18 +72,21 @@ def _traffic_of_layers(
 
 
 def _sharded_data_traffic(run: RunInputs, layers: Sequence[LayerInStack]) -> Iterator[Collective]:
-    """Yield what FSDP2 communicates in every micro batch."""
+    """Yield what is communicated in every micro batch: sharded weights and gradients."""
     layout = run.layout
-    if layout is None or layout.replicates_weights:
+    if layout is None or (layout.replicates_weights and not layout.shards_gradients):
         return
+    in_layers = sum(layer.memory.num_parameters for layer in layers)
     for axis, share in _parameter_shares(run):
         weights = round(run.counts.total * share) * run.widths.weights
         gradients = round(run.counts.trainable * share) * run.reduce_itemsize
         units = max(1, len(layers))
         gather = Collective(axis, "all-gather", weights, "forward", number=units, overlaps=True)
-        yield gather
-        if layout.reshard_after_forward:
-            yield gather._replace(during="backward")
+        if not layout.replicates_weights:
+            yield gather
+            # what is outside of the layers stays gathered from forward to backward, except in pipelines
+            stays = 0 if axis != "data" or run.mesh.pipeline > 1 else run.counts.total - in_layers
+            yield gather._replace(during="backward", num_bytes=weights - stays * run.widths.weights)
         yield Collective(axis, "reduce-scatter", gradients, "backward", number=units, overlaps=True)
         if layout.replicas > 1 and axis == "data":
             shard = gradients // layout.shards
@@ -105,7 +108,8 @@ def _update_traffic(run: RunInputs, layers: Sequence[LayerInStack]) -> Iterator[
     for axis, share in _parameter_shares(run):
         trained = round(run.counts.trainable * share)
         kind: CollectiveKind = "all-reduce" if layout.shards == 1 else "reduce-scatter"
-        yield Collective(axis, kind, trained * run.reduce_itemsize, "backward", number=units, overlaps=True)
+        if not layout.shards_gradients:
+            yield Collective(axis, kind, trained * run.reduce_itemsize, "backward", number=units, overlaps=True)
         if layout.shards > 1:
             yield Collective(axis, "all-gather", trained * run.widths.weights, "update", number=units)
 
@@ -287,7 +291,10 @@ def axis_traffic(
     """
     step = step_traffic(run, layers)
     replicated = run.layout is None or run.layout.replicates_weights
-    in_last_backward = micro_batch_seconds * 2 / 3
+    backward = micro_batch_seconds * 2 / 3
+    data = backward if replicated else micro_batch_seconds * run.micro_batches
+    if run.layout is not None and run.layout.shards_gradients:
+        data = backward * run.micro_batches
     hides: dict[CommunicationAxis, float] = {
         # half of the matmuls are column-parallel, and communicate beside two of their three products
         "tensor": matmul_seconds / 3,
@@ -296,7 +303,7 @@ def axis_traffic(
         "context ring": attention_seconds,
         "expert": 0.0,
         "pipeline": math.inf,  # what delays a pass is part of the bubble
-        "data": in_last_backward if replicated else micro_batch_seconds * run.micro_batches,
+        "data": data,
     }
     found: list[AxisTraffic] = []
     for axis in AXES:

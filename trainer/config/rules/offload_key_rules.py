@@ -51,7 +51,8 @@ def recompute_with_offloading(context: RuleContext) -> Iterator[Finding]:
 
 def offloaded_weights_are_not_sharded(context: RuleContext) -> Iterator[Finding]:
     """Weight offloading and FSDP2 exclude each other: FSDP2 manages the storage of its sharded parameters."""
-    if not context.root.model.fsdp or num_processes(context) == 1:
+    model = context.root.model
+    if not model.fsdp or model.fsdp_sharding_strategy == "grad" or num_processes(context) == 1:
         return
     for at, offload in _offload_slices(context):
         if offload.weights:

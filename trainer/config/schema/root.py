@@ -41,10 +41,10 @@ class RunKeys(ParallelKeys):
     """`[start, increment, samples]`: the global batch size starts at `start` and grows by `increment` at equal
     intervals until `samples` samples are consumed; null: `global_batch_size` from the start."""
     fsdp: bool = False
-    """Shard the parameters over all processes (FSDP2); False: replicate them."""
+    """Shard parameters, gradients and optimizer state over all processes; False: replicate them."""
     fsdp_sharding_strategy: Literal["full", "hybrid", "grad"] = "full"
-    """`full`: gather parameters layer by layer (ZeRO-3). `grad`: keep them gathered during a micro batch (ZeRO-2).
-    `hybrid`: as `full` within groups of `fsdp_shard_size` processes, replicated across groups."""
+    """`full`: gather parameters layer by layer (ZeRO-3). `grad`: keep all parameters, shard gradients and optimizer
+    state (ZeRO-2). `hybrid`: as `full` within groups of `fsdp_shard_size` processes, replicated across groups."""
     fsdp_shard_size: int | None = extension_field(None, ge=2)
     """Size of a sharding group with `hybrid`; null: the processes of one node."""
     fsdp_grad_reduce_dtype: Literal[32, "32", "fp32", "bf16"] = "fp32"
