@@ -85,6 +85,16 @@ def rms_norm_factors(inputs: Tensor, weight: Tensor, *, epsilon: float, zero_cen
         return NormFactors(inputs, _factors(wide, epsilon), _gain(weight, wide.dtype, zero_centered))
 
 
+def layer_norm_factors(
+    inputs: Tensor, weight: Tensor, bias: Tensor, *, epsilon: float, zero_centered: bool = False
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return inverse deviation and mean of each row (..., 1), gain and bias (h,) of `layer_norm`, fp32 (fp64)."""
+    with torch.no_grad():
+        wide = inputs.to(torch.promote_types(inputs.dtype, torch.float32))
+        variance, mean = torch.var_mean(wide, dim=-1, correction=0, keepdim=True)
+        return torch.rsqrt(variance + epsilon), mean, _gain(weight, wide.dtype, zero_centered), bias.to(wide.dtype)
+
+
 def _factors(wide: Tensor, epsilon: float) -> Tensor:
     return torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + epsilon)
 

@@ -123,6 +123,14 @@ def cast_fp8_weights(modules: Iterable[nn.Module]) -> None:
                 product.cast_weight(weight)
 
 
+def keep_fp8_weights(modules: Iterable[nn.Module]) -> None:
+    """Keep the frozen weights of `fp8_modules` in fp8 alone, but those of experts."""
+    for module in modules:
+        for product, weight in () if isinstance(module, Experts) else _weights(module):
+            if not weight.requires_grad:
+                product.keep_in_fp8(weight)
+
+
 def _weights(module: nn.Module) -> list[tuple[Fp8Product, Tensor]]:
     if isinstance(module, Experts):
         assert module.fp8 is not None

@@ -33,6 +33,7 @@ from .layers.dropout import (
     DropoutMask,
     require_dropout,
 )
+from .layers.fp8_linear import reads_source
 from .layers.fused_linear import can_skip_norm_output
 from .layers.mlp import MLP, build_mlp, mlp_memory, mlp_traffic, mlp_weights
 from .layers.norm import (
@@ -140,7 +141,7 @@ class Layer(RecomputableModule):
         read = self._branch_input(self.attention_norm, hidden, layer_input, self.attention.qkv)
         fused = fusable and self.attention_adapter is None and self.attention_output_norm is None
         residual = read.residual if fused else None
-        output = self.attention(read.hidden, context, read.norm, residual)
+        output = self.attention(read.hidden, context, read.norm, residual, read.source)
         dropout = context.dropout
         if self.attention_adapter is not None:
             output = self.attention_adapter(output, None if dropout is None else dropout.of_stream(ATTENTION_ADAPTER))
@@ -152,7 +153,8 @@ class Layer(RecomputableModule):
             read = self._branch_input(self.cross_attention_norm, hidden, layer_input, self.cross_attention.query)
             output_norm = self.cross_attention_output_norm
             fused = fusable and output_norm is None
-            hidden = self.cross_attention(read.hidden, context, read.norm, read.residual if fused else None)
+            residual = read.residual if fused else None
+            hidden = self.cross_attention(read.hidden, context, read.norm, residual, read.source)
             if not fused:
                 mask = None if dropout is None else dropout.of_stream(CROSS_ATTENTION_OUTPUT)
                 hidden = self._add_residual(read.residual, hidden, self.cross_attention_norm, mask, output_norm)
@@ -174,7 +176,8 @@ class Layer(RecomputableModule):
             )
         else:
             read = self._branch_input(self.mlp_norm, hidden, layer_input, self.mlp.up)
-            output = self.mlp(read.hidden, read.norm, read.residual if fused else None, dropout)
+            residual = read.residual if fused else None
+            output = self.mlp(read.hidden, read.norm, residual, dropout, read.source)
         if fused:
             return output, sums
         if self.mlp_adapter is not None:
@@ -203,15 +206,18 @@ class Layer(RecomputableModule):
         if self.block == "post_ln":
             return BranchInput(hidden, hidden)
         source = layer_input if self.block == "parallel_ln" else hidden
+        casts = reads_source(projection)
         skips_output = projection is not None and can_skip_norm_output(projection, norm)
-        if (norm.recompute or skips_output) and not has_several_readers and should_recompute(self):
+        if (norm.recompute or skips_output) and not casts and not has_several_readers and should_recompute(self):
             return BranchInput(hidden, source, norm=norm)
         # The fused norm saves the residual stream. The layer input is saved anyway; a sum would cost extra memory if
         # its summands are saved (other block types) or if one of them is narrower (autocast, an fp32 residual).
         is_saved = hidden is layer_input or (self.block == "pre_ln" and not is_wide_residual(hidden, norm.weight))
         if isinstance(norm, RMSNorm) and is_saved:
-            return norm.forward_with_residual(hidden, has_several_readers)
-        return BranchInput(hidden, norm(source))
+            read = norm.forward_with_residual(hidden, has_several_readers)
+        else:
+            read = BranchInput(hidden, norm(source))
+        return read._replace(source=norm.fp8_source(source)) if casts else read
 
     def _add_residual(
         self,

@@ -6,10 +6,11 @@ is written in fp8 only. Bytes moved per element of the cast, in bf16, of which f
 | producer | read for the maxima | read for the cast | written |
 |---|---|---|---|
 | none | 2 | 2 | 1 per layout |
+| rms_norm, layer_norm; activation | 2 | 2 | 1 per layout |
 | gated: act(gate) * up | 4 | 4 | 1 per layout |
 | gated_backward: gradients of gate and up | 3 | 3 | 1 per layout, and half of one for act(gate) * up |
 
-Tiles and blocks of 128 need no pass for maxima.
+Tiles and blocks of 128 need no pass for maxima. A compiled layer takes those of a norm in the kernel of its statistics.
 """
 
 from __future__ import annotations
@@ -56,18 +57,31 @@ def _scale_of(bits, MAX: tl.constexpr, FACTOR: tl.constexpr, POWER_OF_TWO: tl.co
 
 @jit
 def _produce(
-    first_pointer, second_pointer, row, column, inside, width, row_stride, PRODUCER: tl.constexpr, KIND: tl.constexpr
+    first_pointer, second_pointer, gain_pointer, mean_pointer, bias_pointer,
+    row, column, inside, rows, width, row_stride,
+    PRODUCER: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
     """Return a tile of what is cast, its second part (of `gated_backward`) and the product act(gate) * up, in fp32.
 
-    first_pointer: `none` (rows, width), else gate and up, (rows, 2 width). second_pointer: of `gated_backward`, the
-    gradient of the product, (rows, width).
+    first_pointer: of gates, gate and up, (rows, 2 width), else (rows, width). second_pointer: of `gated_backward`, the
+    gradient of the product, (rows, width); of a norm, fp32 (rows,), its inverse root mean square or deviation.
+    gain_pointer (width,): of a norm. mean_pointer (rows,), fp32, and bias_pointer (width,): of `layer_norm`.
     """
     place = first_pointer + row.to(tl.int64) * row_stride + column
     value = tl.load(place, mask=inside, other=0.0).to(tl.float32)
     second = value
     product = value
-    if PRODUCER != "none":
+    if PRODUCER == "rms_norm" or PRODUCER == "layer_norm":
+        if PRODUCER == "layer_norm":
+            value -= tl.load(mean_pointer + row, mask=row < rows, other=0.0)
+        value *= tl.load(second_pointer + row, mask=row < rows, other=0.0)
+        value *= tl.load(gain_pointer + column, mask=column < width, other=0.0).to(tl.float32)
+        if PRODUCER == "layer_norm":
+            value += tl.load(bias_pointer + column, mask=column < width, other=0.0).to(tl.float32)
+        value = tl.where(inside, value, 0.0)
+    elif PRODUCER == "activation":
+        value, _ = activation_with_derivative(value, KIND)
+    elif PRODUCER != "none":
         active, slope = activation_with_derivative(value, KIND)
         up = tl.load(place + width, mask=inside, other=0.0).to(tl.float32)
         product = active * up
@@ -82,7 +96,8 @@ def _produce(
 
 @jit
 def amax_kernel(
-    first_pointer, second_pointer, row_amax_pointer, column_amax_pointer, rows, width, row_stride,
+    first_pointer, second_pointer, gain_pointer, mean_pointer, bias_pointer, row_amax_pointer, column_amax_pointer,
+    rows, width, row_stride,
     PRODUCER: tl.constexpr, KIND: tl.constexpr, PER_ROW: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -95,7 +110,8 @@ def amax_kernel(
     column = (tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N))[None, :]
     inside = (row < rows) & (column < width)
     value, second, _ = _produce(
-        first_pointer, second_pointer, row, column, inside, width, row_stride, PRODUCER, KIND
+        first_pointer, second_pointer, gain_pointer, mean_pointer, bias_pointer, row, column, inside, rows, width,
+        row_stride, PRODUCER, KIND,
     )  # fmt: skip
     bits = _magnitude(value)
     second_bits = bits
@@ -162,7 +178,8 @@ def _store_cast(
 
 @jit
 def cast_kernel(
-    first_pointer, second_pointer, row_amax_pointer, column_amax_pointer, product_amax_pointer,
+    first_pointer, second_pointer, gain_pointer, mean_pointer, bias_pointer,
+    row_amax_pointer, column_amax_pointer, product_amax_pointer,
     data_pointer, scale_pointer, transposed_pointer, transposed_scale_pointer,
     product_pointer, product_scale_pointer, rows, width, padded_rows, row_stride, scale_stride, transposed_scale_stride,
     PRODUCER: tl.constexpr, KIND: tl.constexpr, GRANULARITY: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
@@ -181,7 +198,8 @@ def cast_kernel(
     column = (column_tile * BLOCK_N + tl.arange(0, BLOCK_N))[None, :]
     inside = (row < rows) & (column < width)
     value, second, product = _produce(
-        first_pointer, second_pointer, row, column, inside, width, row_stride, PRODUCER, KIND
+        first_pointer, second_pointer, gain_pointer, mean_pointer, bias_pointer, row, column, inside, rows, width,
+        row_stride, PRODUCER, KIND,
     )  # fmt: skip
     gradients: tl.constexpr = PRODUCER == "gated_backward"
     whole = 2 * width if gradients else width
@@ -195,7 +213,8 @@ def cast_kernel(
     if COLUMNS:
         if ROWS and again:
             value, _, _ = _produce(
-                first_pointer, second_pointer, row, column, inside, width, row_stride, PRODUCER, KIND
+                first_pointer, second_pointer, gain_pointer, mean_pointer, bias_pointer, row, column, inside, rows,
+                width, row_stride, PRODUCER, KIND,
             )  # fmt: skip
         _store_cast(
             tl.trans(value), column_amax_pointer, transposed_pointer, transposed_scale_pointer, column_tile, row_tile,
@@ -205,7 +224,8 @@ def cast_kernel(
     if gradients:
         if again:
             _, second, _ = _produce(
-                first_pointer, second_pointer, row, column, inside, width, row_stride, PRODUCER, KIND
+                first_pointer, second_pointer, gain_pointer, mean_pointer, bias_pointer, row, column, inside, rows,
+                width, row_stride, PRODUCER, KIND,
             )  # fmt: skip
         if ROWS:
             _store_cast(
@@ -215,7 +235,8 @@ def cast_kernel(
         if COLUMNS:
             if ROWS and again:
                 _, second, _ = _produce(
-                    first_pointer, second_pointer, row, column, inside, width, row_stride, PRODUCER, KIND
+                    first_pointer, second_pointer, gain_pointer, mean_pointer, bias_pointer, row, column, inside,
+                    rows, width, row_stride, PRODUCER, KIND,
                 )  # fmt: skip
             _store_cast(
                 tl.trans(second), column_amax_pointer, transposed_pointer, transposed_scale_pointer, column_tile,
@@ -225,7 +246,8 @@ def cast_kernel(
     if PRODUCT:
         if again:
             _, _, product = _produce(
-                first_pointer, second_pointer, row, column, inside, width, row_stride, PRODUCER, KIND
+                first_pointer, second_pointer, gain_pointer, mean_pointer, bias_pointer, row, column, inside, rows,
+                width, row_stride, PRODUCER, KIND,
             )  # fmt: skip
         _store_cast(
             tl.trans(product), product_amax_pointer, product_pointer, product_scale_pointer, column_tile, row_tile,
@@ -245,7 +267,7 @@ def amax_block() -> dict[str, int]:
 
 def cast_block(granularity: str, producer: str) -> dict[str, int]:
     """Return the tile of a program of the cast, and its warps."""
-    wide = granularity == "block" or producer == "gated_backward"
+    wide = granularity == "block" or producer in ("gated_backward", "layer_norm")
     if granularity in ("tile", "block"):
         return {"BLOCK_M": TILE, "BLOCK_N": TILE, "num_warps": 16 if wide else 8}
     if INTERPRETED:
@@ -253,18 +275,26 @@ def cast_block(granularity: str, producer: str) -> dict[str, int]:
     return {"BLOCK_M": 64 if producer == "gated_backward" else 128, "BLOCK_N": 64, "num_warps": 8}
 
 
-def _operands(tensors: list[Tensor], producer: str) -> tuple[Tensor, Tensor | None, int, int]:
-    """Return the operands of `_produce` with rows that are contiguous, and the rows and width of their tiles."""
-    first, *others = (tensor if tensor.stride(1) == 1 else tensor.contiguous() for tensor in tensors)
-    second = others[0].contiguous() if others else None
-    return first, second, first.shape[0], first.shape[1] // (1 if producer == "none" else 2)
+def _operands(tensors: list[Tensor], producer: str) -> tuple[tuple[Tensor | None, ...], int, int]:
+    """Return the five operands of `_produce`, with rows that are contiguous, and the rows and width of their tiles."""
+    first, *others = tensors
+    first = first if first.stride(1) == 1 else first.contiguous()
+    second, gain, mean, bias = (*(tensor.contiguous() for tensor in others), *(None,) * (4 - len(others)))
+    parts = 2 if producer.startswith("gated") else 1
+    return (first, second, gain, mean, bias), first.shape[0], first.shape[1] // parts
+
+
+def _row_stride(operands: tuple[Tensor | None, ...]) -> int:
+    assert operands[0] is not None
+    return operands[0].stride(0)
 
 
 def triton_amax(
     tensors: list[Tensor], producer: str, activation: str, granularity: str, rows: bool, columns: bool
 ) -> tuple[Tensor, Tensor]:
     """Launch the kernel of the maxima; arguments and result as `quantize.amaxes`, without tiles and blocks."""
-    first, second, height, width = _operands(tensors, producer)
+    operands, height, width = _operands(tensors, producer)
+    first = tensors[0]
     per_row = granularity == "row"
     whole = 2 * width if producer == "gated_backward" else width
     row_bits = first.new_zeros(height * rows if per_row else 1, dtype=torch.int32)
@@ -273,7 +303,7 @@ def triton_amax(
         block = amax_block()
         grid = (triton.cdiv(height, block["BLOCK_M"]), triton.cdiv(width, block["BLOCK_N"]))
         amax_kernel[grid](
-            first, second, row_bits, column_bits, height, width, first.stride(0),
+            *operands, row_bits, column_bits, height, width, _row_stride(operands),
             PRODUCER=producer, KIND=activation, PER_ROW=per_row, ROWS=rows, COLUMNS=columns,
             enable_fp_fusion=True, **block,
         )  # fmt: skip
@@ -296,7 +326,8 @@ def triton_cast(
     product_format: str = "",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Launch the kernel of the casts; arguments and results as the custom operation in `quantize`."""
-    first, second, height, width = _operands(tensors, producer)
+    operands, height, width = _operands(tensors, producer)
+    first = tensors[0]
     whole = 2 * width if producer == "gated_backward" else width
     padded = height + padding(height, granularity)
     if granularity == "tile" and producer == "gated_backward":
@@ -313,8 +344,8 @@ def triton_cast(
     if not padded * width:
         return results
     cast_kernel[grid](
-        first, second, *(None if x is None else x.view(torch.int32) for x in (row_amax, column_amax, product_amax)),
-        *results, height, width, padded, first.stride(0), results[1].stride(0), results[3].stride(0),
+        *operands, *(None if x is None else x.view(torch.int32) for x in (row_amax, column_amax, product_amax)),
+        *results, height, width, padded, _row_stride(operands), results[1].stride(0), results[3].stride(0),
         PRODUCER=producer, KIND=activation, GRANULARITY=granularity, ROWS=rows, COLUMNS=columns,
         PRODUCT=bool(product_format), MAX=MAX_VALUE[format],  # type: ignore[index]
         PRODUCT_MAX=MAX_VALUE[product_format or format],  # type: ignore[index]

@@ -15,7 +15,7 @@ from torch import Tensor
 from ..activations import FUSED_ACTIVATIONS
 from ..gated_activation import gated_activation
 from .linear import check_weight, fp8_linear
-from .operands import Quantized, Source
+from .operands import Producer, Quantized, Source, source_arguments
 from .quantize import Reduce, amaxes, quantize, quantize_gated_gradient
 from .recipe import TILE, Fp8Recipe
 from .scaled_matmul import scaled_matmul
@@ -26,13 +26,13 @@ class _Fp8GatedMLP(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, inputs: Tensor, up: Tensor, down: Tensor, recipe: Fp8Recipe, activation: str,
-        reduce: Reduce | None, weight_reduce: Reduce | None, *casts: Tensor | None,
+        reduce: Reduce | None, weight_reduce: Reduce | None, producer: Producer | None, kind: str,
+        *tensors: Tensor | None,
     ) -> Tensor:  # fmt: skip
         needs_inputs, needs_up, needs_down = ctx.needs_input_grad[:3]
-        fast = recipe.fast_accumulation_forward
-        hidden = quantize(
-            inputs.flatten(0, -2), recipe.forward, recipe.inputs, columns=needs_up, reduce=reduce, **recipe.options
-        )
+        fast, casts = recipe.fast_accumulation_forward, tensors[:8]
+        read = inputs.flatten(0, -2) if producer is None else Source(producer, tensors[8:], kind)  # type: ignore[arg-type]
+        hidden = quantize(read, recipe.forward, recipe.inputs, columns=needs_up, reduce=reduce, **recipe.options)
         up_rows, kept_up = forward_cast(up, casts[:4], recipe, weight_reduce)  # type: ignore[arg-type]
         down_rows, kept_down = forward_cast(down, casts[4:], recipe, weight_reduce)  # type: ignore[arg-type]
         assert hidden.rows is not None
@@ -78,7 +78,7 @@ class _Fp8GatedMLP(torch.autograd.Function):
         if inner.rows is not None:
             up_columns = backward_cast(tuple(weights[:3]), recipe, ctx.weight_reduce)
             input_gradient = scaled_matmul(inner.rows, up_columns, ctx.input_dtype, **options).view(ctx.input_shape)
-        return input_gradient, up_gradient, down_gradient, *(None,) * 12
+        return input_gradient, up_gradient, down_gradient, *(None,) * (len(ctx.needs_input_grad) - 3)
 
 
 def can_fuse_gated_mlp(recipe: Fp8Recipe, width: int, activation: str) -> bool:
@@ -97,6 +97,7 @@ def fp8_gated_mlp(
     down_cast: WeightCast | None = None,
     reduce: Reduce | None = None,
     weight_reduce: Reduce | None = None,
+    source: Source | None = None,
 ) -> Tensor:
     """Return `F.linear(gated_activation(F.linear(inputs, up), activation), down)` with all products in fp8.
 
@@ -112,6 +113,7 @@ def fp8_gated_mlp(
         down_cast: likewise.
         reduce: as in `fp8_linear`, for the scales of all activations and gradients.
         weight_reduce: likewise of both weights.
+        source: as in `fp8_linear`.
 
     Returns:
         (..., n) in the dtype of `inputs`, differentiable once.
@@ -125,9 +127,11 @@ def fp8_gated_mlp(
         inputs = inputs.to(torch.get_autocast_dtype(inputs.device.type))
     hooks: dict[str, Any] = {"reduce": reduce, "weight_reduce": weight_reduce}
     if not can_fuse_gated_mlp(recipe, down.shape[1], activation):
-        gate_up = fp8_linear(inputs, up, None, recipe, cast=up_cast, **hooks)
+        gate_up = fp8_linear(inputs, up, None, recipe, cast=up_cast, source=source, **hooks)
         return fp8_linear(gated_activation(gate_up, activation), down, None, recipe, cast=down_cast, **hooks)
+    producer, kind, *tensors = source_arguments(source)
     casts = *cast_tensors(up_cast), *cast_tensors(down_cast)
-    output = _Fp8GatedMLP.apply(inputs, up, down, recipe, activation, reduce, weight_reduce, *casts)
+    options = recipe, activation, reduce, weight_reduce, producer, kind
+    output = _Fp8GatedMLP.apply(inputs, up, down, *options, *casts, *tensors)
     assert isinstance(output, Tensor)
     return output

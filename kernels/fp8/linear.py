@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .operands import Quantized
+from .operands import Producer, Quantized, Source, source_arguments
 from .quantize import Reduce, quantize
 from .recipe import Fp8Recipe
 from .scaled_matmul import scaled_matmul
@@ -34,9 +34,12 @@ class _Fp8Linear(torch.autograd.Function):
         recipe: Fp8Recipe,
         reduce: Reduce | None,
         weight_reduce: Reduce | None,
+        producer: Producer | None,
+        activation: str,
+        *tensors: Tensor,
     ) -> Tensor:
         needs_inputs, needs_weight = ctx.needs_input_grad[:2]
-        hidden = inputs.flatten(0, -2)
+        hidden = inputs.flatten(0, -2) if producer is None else Source(producer, tensors, activation)
         pair = quantize(
             hidden, recipe.forward, recipe.inputs, columns=needs_weight and recipe.wgrad, reduce=reduce,
             **recipe.options,
@@ -74,7 +77,7 @@ class _Fp8Linear(torch.autograd.Function):
             weight_gradient = scaled_matmul(pair.columns, inputs, ctx.weight_dtype, fast_accumulation=fast)
         elif needs_weight:
             weight_gradient = (gradient.t() @ kept.flatten(0, -2)).to(ctx.weight_dtype)
-        return input_gradient, weight_gradient, *(None,) * 7
+        return input_gradient, weight_gradient, *(None,) * (len(ctx.needs_input_grad) - 2)
 
 
 def check_weight(name: str, weight: Tensor, width: int) -> None:
@@ -94,6 +97,7 @@ def fp8_linear(
     cast: WeightCast | None = None,
     reduce: Reduce | None = None,
     weight_reduce: Reduce | None = None,
+    source: Source | None = None,
 ) -> Tensor:
     """Return `F.linear(inputs, weight, bias)` with all products in fp8.
 
@@ -106,6 +110,8 @@ def fp8_linear(
         reduce: maximum over the ranks that hold parts of `inputs` (`quantize.amaxes`), for its scales and those of the
             gradient of the output; None: each rank has its own.
         weight_reduce: likewise over ranks that hold parts of `weight`.
+        source: what makes `inputs`, (M, K) of all its rows, which is cast instead of them: nothing reads their values,
+            so that a compiler does not compute them. Needs `wgrad`.
 
     Returns:
         (..., N) in the dtype of `inputs`, differentiable once.
@@ -117,6 +123,7 @@ def fp8_linear(
     if torch.is_autocast_enabled(inputs.device.type):
         dtype = torch.get_autocast_dtype(inputs.device.type)
         inputs, bias = inputs.to(dtype), None if bias is None else bias.to(dtype)
-    output = _Fp8Linear.apply(inputs, weight, *cast_tensors(cast), recipe, reduce, weight_reduce)
+    options = recipe, reduce, weight_reduce, *source_arguments(source)
+    output = _Fp8Linear.apply(inputs, weight, *cast_tensors(cast), *options)
     assert isinstance(output, Tensor)
     return output if bias is None else output + bias

@@ -10,7 +10,7 @@ from torch import Tensor
 from .recipe import TILE, Format, Granularity
 
 DTYPES: dict[Format, torch.dtype] = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
-Producer = Literal["none", "gated", "gated_backward"]
+Producer = Literal["none", "activation", "gated", "gated_backward", "rms_norm", "layer_norm"]
 
 
 class Quantized(NamedTuple):
@@ -45,15 +45,22 @@ class Source(NamedTuple):
     """What is cast: a matrix, or what an elementwise producer makes of others, which the casts compute.
 
     Attributes:
-        producer: `none`, the tensor (M, K); `gated`, act(gate) * up of [gate | up], (M, 2 K); `gated_backward`, the
-            gradient of [gate | up], of [gate | up] (M, K) and the gradient of act(gate) * up, (M, K / 2).
-        tensors: these one or two.
-        activation: a name in `activations.FUSED_ACTIVATIONS`; "" for `none`.
+        producer: `none`, the tensor (M, K); `activation`, act(x) of (M, K); `gated`, act(gate) * up of [gate | up],
+            (M, 2 K); `gated_backward`, the gradient of [gate | up], of [gate | up] (M, K) and the gradient of
+            act(gate) * up, (M, K / 2); `rms_norm`, of its input (M, K), inverse root mean squares (M,), fp32, and gain
+            (K,); `layer_norm`, of input, inverse deviations, gain, means (M,), fp32, and bias (K,).
+        tensors: these.
+        activation: a name in `activations.FUSED_ACTIVATIONS`; "" for `none` and norms.
     """
 
     producer: Producer
     tensors: tuple[Tensor, ...]
     activation: str = ""
+
+
+def source_arguments(source: Source | None) -> tuple[Producer | None, str, *tuple[Tensor, ...]]:
+    """Return producer, activation and tensors, as arguments of an autograd function; None without."""
+    return (None, "") if source is None else (source.producer, source.activation, *source.tensors)
 
 
 def source_shape(producer: str, tensor: Tensor) -> tuple[int, int]:

@@ -17,12 +17,15 @@ from torch import Tensor
 
 from ..launch import triton_runs_on
 from .cast_kernels import triton_amax, triton_cast
-from .operands import Quantized, QuantizedPair, Source, empty_cast, padding, source_shape
-from .recipe import Format, Fp8Recipe, Granularity
+from .operands import DTYPES, Quantized, QuantizedPair, Source, empty_cast, padding, source_shape
+from .recipe import MAX_VALUE, Format, Fp8Recipe, Granularity
 from .reference import produce, reference_amax, reference_cast
 
 Reduce = Callable[[Tensor], Tensor]
 """Elementwise maximum over ranks of int32 tensors: the bits of amaxes, whose order is theirs, with NaN the largest."""
+
+_FUSED_BY_COMPILER = ("none", "rms_norm", "layer_norm")
+"""Producers whose maxima the compiler may fuse with what comes before them."""
 
 # ---------------------------------------------------------------- custom operations
 
@@ -39,8 +42,8 @@ def _amax(
 
 def _eager_amax(values: Tensor, granularity: str, rows: bool, columns: bool) -> tuple[Tensor, Tensor]:
     none = values.new_empty(0, dtype=torch.float32)
-    if granularity == "tensor":
-        return reference_amax(values, "tensor"), none
+    if granularity == "tensor":  # of rows first, as the statistics of a norm, so that one compiled kernel takes both
+        return reference_amax(reference_amax(values, "row")[None], "tensor"), none
     return (
         reference_amax(values, "row") if rows else none,
         reference_amax(values.t(), "row") if columns else none,
@@ -82,6 +85,8 @@ def _cast(
             tensors, producer, activation, row_amax, column_amax, format, granularity, margin, power_of_two, rows,
             columns, product_amax, product_format,
         )  # fmt: skip
+    if tensors[0].dtype in DTYPES.values():  # of `transpose`
+        tensors = [tensors[0].float()]
     values, product = produce(producer, tensors, activation)
     results: list[Tensor] = []
     for wanted, matrix, amax, kind in (
@@ -150,8 +155,8 @@ def amaxes(
     producer, tensors, activation = _parts(source)
     if granularity in ("tile", "block"):
         return tensors[0].new_empty(0, dtype=torch.float32), tensors[0].new_empty(0, dtype=torch.float32)
-    if producer == "none" and torch.compiler.is_compiling():  # the compiler may fuse it with what makes the matrix
-        first, second = _eager_amax(tensors[0], granularity, rows, columns)
+    if producer in _FUSED_BY_COMPILER and torch.compiler.is_compiling():
+        first, second = _eager_amax(produce(producer, tensors, activation)[0], granularity, rows, columns)
     else:
         first, second = _amax(tensors, producer, activation, granularity, rows, columns)
     return reduce_amax(first, reduce), reduce_amax(second, reduce)
@@ -205,6 +210,24 @@ def quantize(
         Quantized(data, scale, granularity) if rows else None,
         Quantized(transposed, transposed_scale, granularity) if columns else None,
     )
+
+
+def transpose(matrix: Quantized) -> Quantized:
+    """Return the transpose of a weight, exactly: one byte per element is read, and one written.
+
+    Args:
+        matrix: (N, K), with a granularity that a transpose has too: `tensor` or `block`; N a multiple of 16.
+
+    Returns:
+        (K, N), with the granularity of `matrix`.
+    """
+    format: Format = next(name for name, dtype in DTYPES.items() if dtype == matrix.data.dtype)
+    largest = torch.full((1,), MAX_VALUE[format], dtype=torch.float32, device=matrix.data.device)  # a scale of 1
+    data = _cast([matrix.data], "none", "", largest, largest, format, "tensor", 0, False, False, True)[2]
+    scale = matrix.scale
+    if matrix.granularity == "block":
+        scale = empty_cast(scale, data.shape[0], data.shape[1], format, "block", True)[1].copy_(scale.t())
+    return Quantized(data, scale, matrix.granularity)
 
 
 def quantize_gated_gradient(

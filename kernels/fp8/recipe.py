@@ -59,5 +59,10 @@ class Fp8Recipe:
         """Granularity of the scales of weights."""
         return "block" if self.scaling == "blockwise" else _INPUTS[self.scaling]
 
+    @property
+    def transposes_weights(self) -> bool:
+        """True if the transpose of a weight's cast is the cast of its transpose: its scales are those of blocks."""
+        return self.scaling != "rowwise"
+
 
 _INPUTS: dict[Scaling, Granularity] = {"tensorwise": "tensor", "rowwise": "row", "blockwise": "tile"}

@@ -71,10 +71,19 @@ def slope(inputs: Tensor, activation: str) -> Tensor:
 
 
 def produce(producer: str, tensors: list[Tensor], activation: str) -> tuple[Tensor, Tensor]:
-    """Return what is cast (`Source`), in fp32 (fp64) for a gate, and for `gated_backward` also act(gate) * up."""
+    """Return what is cast (`Source`), in fp32 (fp64) but for `none`, and for `gated_backward` also act(gate) * up."""
     if producer == "none":
         return tensors[0], tensors[0]
     dtype = torch.promote_types(tensors[0].dtype, torch.float32)
+    if producer == "activation":
+        active = NONLINEARITIES[activation](tensors[0].to(dtype))
+        return active, active
+    if producer in ("rms_norm", "layer_norm"):
+        inputs, inverse, gain, *others = (tensor.to(dtype) for tensor in tensors)
+        centred = inputs - others[0][:, None] if others else inputs
+        normed = centred * inverse[:, None] * gain
+        normed = normed + others[1] if others else normed
+        return normed, normed
     gate, up = tensors[0].to(dtype).chunk(2, dim=1)
     active = NONLINEARITIES[activation](gate)
     if producer == "gated":

@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from .operands import Quantized
-from .quantize import Reduce, amaxes, quantize
+from .operands import DTYPES, Quantized
+from .quantize import Reduce, amaxes, quantize, transpose
 from .recipe import Fp8Recipe
 
 
@@ -16,7 +16,8 @@ class WeightCast(NamedTuple):
 
     Attributes:
         rows: cast of the weight, which the forward reads.
-        columns: cast of its transpose, which the backward reads; None to cast it in each backward.
+        columns: cast of its transpose, which the backward reads; None to transpose `rows` in each backward, or where
+            that has other scales (`Fp8Recipe.transposes_weights`), to cast the transpose there.
     """
 
     rows: Quantized
@@ -36,7 +37,7 @@ def cast_weight(
     Args:
         weight: (N, K).
         recipe: the recipe of the layer.
-        columns: cast the transpose too; without, each backward casts it.
+        columns: cast the transpose too.
         reduce: as in `quantize.amaxes`, over ranks that hold parts of the weight.
         out: casts of an earlier step, whose memory is overwritten, so that CUDA graphs and compiled code find the new
             ones in the same place.
@@ -83,6 +84,8 @@ def forward_cast(
         amax = found
     else:
         rows = Quantized(data, scale, recipe.weights)
+        if recipe.transposes_weights:  # the weight itself may be the data of its cast
+            weight, amax = data, (scale, None)
     assert rows is not None
     return rows, ((weight, *amax) if columns[0] is None else (None, *columns))
 
@@ -94,6 +97,9 @@ def backward_cast(saved: tuple[Tensor | None, ...], recipe: Fp8Recipe, reduce: R
         assert first is not None
         assert second is not None
         return Quantized(first, second, recipe.weights)
+    if weight.dtype in DTYPES.values():
+        assert first is not None
+        return transpose(Quantized(weight, first, recipe.weights))
     amax = None if first is None or second is None else (first, second)  # that of the forward, where it took it
     columns = quantize(
         weight, recipe.forward, recipe.weights, rows=False, amax=amax, reduce=reduce, **recipe.options

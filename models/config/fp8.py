@@ -37,6 +37,10 @@ class Fp8Keys(ConfigBlock):
     reduce_amax: bool = True
     """With `fp8`: tensor-parallel and context-parallel ranks, which hold parts of one tensor, take the scale of the
     whole, so that results do not depend on the layout; False: each takes that of its part, which saves messages."""
+    fp8_params: bool = False
+    """With `fp8` and a PEFT scheme whose weights are all frozen: keep the weights of the linear layers that multiply in
+    fp8 as their casts alone, a byte per weight (rowwise two); validation multiplies with these values. Weights that are
+    trained stay in their dtype."""
     first_last_layers_bf16: bool = False
     """With `fp8`: multiply in the run's precision in the first and last layers of each stack. Megatron's key."""
     num_layers_at_start_in_bf16: int = Field(1, ge=0)
@@ -53,17 +57,20 @@ class Fp8Slice:
         recipe: formats and scaling.
         layers: True for each layer whose linear layers multiply in fp8.
         reduce_amax: ranks that hold parts of a tensor take the scale of the whole.
+        keeps_weights: frozen weights of linear layers are kept in fp8 alone.
     """
 
     recipe: Fp8Recipe
     layers: tuple[bool, ...]
     reduce_amax: bool
+    keeps_weights: bool = False
 
     @property
     def description(self) -> str:
         """Recipe and formats, for logs."""
         formats = self.recipe.forward if self.recipe.forward == self.recipe.backward else "e4m3, gradients e5m2"
-        return f"{self.recipe.scaling} scaling, {formats}"
+        kept = ", frozen weights kept in fp8" if self.keeps_weights else ""
+        return f"{self.recipe.scaling} scaling, {formats}{kept}"
 
 
 def fp8_slice(keys: Fp8Keys, num_layers: int) -> Fp8Slice | None:
@@ -82,7 +89,7 @@ def fp8_slice(keys: Fp8Keys, num_layers: int) -> Fp8Slice | None:
         margin=keys.fp8_margin,
         wgrad=keys.fp8_wgrad,
     )
-    return Fp8Slice(recipe=recipe, layers=layers, reduce_amax=keys.reduce_amax)
+    return Fp8Slice(recipe=recipe, layers=layers, reduce_amax=keys.reduce_amax, keeps_weights=keys.fp8_params)
 
 
 def check_fp8(fp8: Fp8Slice, device: str, capability: tuple[int, int] | None, dtype: str) -> None:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from ...kernels.attention.decode import DecodeInputs, decode_attention
 from ...kernels.attention.inputs import AttentionInputs
+from ...kernels.fp8.operands import Source
 from ..config.dense_stack import AttentionSlice
 from ..config.stack import StackSlice
 from ..kv_cache import CrossAttentionCache
@@ -45,6 +46,7 @@ class CrossAttention(Attention):
         context: LayerContext,
         norm: LayerNorm | RMSNorm | None = None,
         residual: Tensor | None = None,
+        source: Source | None = None,
     ) -> Tensor:
         """Attend from each decoder token to all real tokens of the encoder output.
 
@@ -53,6 +55,7 @@ class CrossAttention(Attention):
             context: kind of call, and `memory` of the same batch; cached for a decode step (queries = 1).
             norm: norm to apply to `hidden` without saving its output; None if it has been applied.
             residual: residual stream to add the output to, shaped like `hidden`; None without.
+            source: see `BranchInput`.
 
         Returns:
             (batch, queries, hidden_size).
@@ -60,7 +63,7 @@ class CrossAttention(Attention):
         dropout = context.dropout
         mask = None if dropout is None else dropout.of_stream(LORA_CROSS_QUERY)
         if norm is None:
-            query = linear_add_residual(None, self.query, hidden, mask)
+            query = linear_add_residual(None, self.query, hidden, mask, source)
         else:
             query, residual = norm_linear(norm, self.query, hidden, residual, mask)
         if context.batch is not None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ...kernels.fp8.operands import Source
 from ..parallel.fp8 import Fp8Product
 
 
@@ -21,7 +23,22 @@ class Fp8Linear(nn.Linear):
         """Map (..., in) to (..., out)."""
         if self.fp8 is not None and self.training:
             return self.fp8.linear(input, self.weight, self.bias)
-        return F.linear(input, self.weight, self.bias)
+        weight = self.weight if self.fp8 is None else self.fp8.dense(self.weight, input.dtype)
+        return F.linear(input, weight, self.bias)
+
+    def of_source(self, input: Tensor, source: Source) -> Tensor:
+        """Return `forward` of an input that `source` makes, which is cast instead of it; only where `reads_source`."""
+        assert self.fp8 is not None
+        return self.fp8.linear(input, self.weight, self.bias, source)
+
+
+def reads_source(linear: nn.Linear | None) -> bool:
+    """Return True if a layer casts its input from what makes it: compiled, where the input is then never computed."""
+    if not torch.compiler.is_compiling() or type(linear) is not Fp8Linear or not linear.training:
+        return False
+    if linear.fp8 is None or not linear.fp8.recipe.wgrad:  # without, the input itself is saved
+        return False
+    return not torch.is_autocast_enabled(linear.weight.device.type)
 
 
 def with_fp8(linear: nn.Linear) -> Fp8Linear:

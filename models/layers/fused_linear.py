@@ -6,8 +6,10 @@ from functools import partial
 
 from torch import Tensor, nn
 
+from ...kernels.fp8.operands import Source
 from ..memory.recompute import run_with_recomputed_input
 from .dropout import DropoutMask
+from .fp8_linear import Fp8Linear
 from .norm import LayerNorm, RMSNorm
 
 
@@ -40,12 +42,21 @@ def can_skip_norm_output(linear: nn.Linear, norm: LayerNorm | RMSNorm) -> bool:
 
 
 def linear_add_residual(
-    residual: Tensor | None, linear: nn.Linear, hidden: Tensor, dropout: DropoutMask | None = None
+    residual: Tensor | None,
+    linear: nn.Linear,
+    hidden: Tensor,
+    dropout: DropoutMask | None = None,
+    source: Source | None = None,
 ) -> Tensor:
     """Return `residual + linear(hidden)`, or `linear(hidden)` if `residual` is None.
 
-    `dropout` is the mask of the dropout that a linear layer with LoRA has in training.
+    `dropout` is the mask of the dropout that a linear layer with LoRA has in training. `source` makes `hidden`, for a
+    layer that `reads_source`.
     """
+    if source is not None:
+        assert isinstance(linear, Fp8Linear)
+        output = linear.of_source(hidden, source)
+        return output if residual is None else residual + output
     if isinstance(linear, FusedLinear):
         return linear.add_to_residual(residual, hidden, dropout)
     return linear(hidden) if residual is None else residual + linear(hidden)

@@ -16,6 +16,7 @@ from ...kernels.activations import (
     add_activation,
 )
 from ...kernels.fp8.gated_mlp import can_fuse_gated_mlp, fp8_gated_mlp
+from ...kernels.fp8.operands import Source
 from ...kernels.gated_activation import gated_activation
 from ...kernels.gated_down_projection import gated_projection
 from ...kernels.launch import triton_runs_on
@@ -28,7 +29,7 @@ from ..parallel.linear import column_traffic, row_traffic
 from ..parallel.traffic import Collective
 from .cost import Matrix, PartMemory, SavedTensors, StackInputs, Weights
 from .dropout import ACTIVATION, LORA_DOWN, LORA_UP, DropoutMask, LayerDropout, require_dropout
-from .fp8_linear import Fp8Linear
+from .fp8_linear import Fp8Linear, reads_source
 from .fused_linear import linear_add_residual, norm_linear
 from .norm import LayerNorm, RMSNorm, build_norm, norm_saved_bytes, norm_saves_input
 
@@ -79,6 +80,7 @@ class MLP(RecomputableModule):
         norm: LayerNorm | RMSNorm | None = None,
         residual: Tensor | None = None,
         dropout: LayerDropout | None = None,
+        source: Source | None = None,
     ) -> Tensor:
         """Map (batch, tokens, hidden_size) to the same shape.
 
@@ -87,6 +89,7 @@ class MLP(RecomputableModule):
             norm: norm to apply to `hidden` without saving its output; None if it has been applied.
             residual: residual stream to add the output to, shaped like `hidden`; None without.
             dropout: dropouts of the layer in this forward; None outside training or without dropout.
+            source: see `BranchInput`.
         """
         up_mask = inner_mask = down_mask = None
         if dropout is not None:
@@ -95,17 +98,18 @@ class MLP(RecomputableModule):
             down_mask = dropout.of_channels(LORA_DOWN, self.first_channel)
         if self._is_fp8_function(norm):
             output = (
-                self._fp8_function(hidden)
+                self._fp8_function(hidden, source)
                 if norm is None
                 else run_with_recomputed_input(norm, self._fp8_function, hidden)
             )
             return output if residual is None else residual + output
         if norm is None:
-            projected = linear_add_residual(None, self.up, hidden, up_mask)
+            projected = linear_add_residual(None, self.up, hidden, up_mask, source)
         else:
             projected, residual = norm_linear(norm, self.up, hidden, residual, up_mask)
         if not self.is_recomputed:
-            return linear_add_residual(residual, self.down, self._inner(projected, inner_mask), down_mask)
+            inner, source = self._inner(projected, inner_mask), self._inner_source(projected)
+            return linear_add_residual(residual, self.down, inner, down_mask, source)
         fusable = self.inner_norm is None and not self.dropout and type(self.down) is nn.Linear
         fusable = fusable and self.nonlinearity in FUSED_ACTIVATIONS
         if self.gated and fusable and triton_runs_on(projected):
@@ -127,7 +131,7 @@ class MLP(RecomputableModule):
         plain = up.bias is None and self.inner_norm is None and not self.dropout and down.weight.requires_grad
         return plain and self.gated and can_fuse_gated_mlp(up.fp8.recipe, down.in_features, self.nonlinearity)
 
-    def _fp8_function(self, hidden: Tensor) -> Tensor:
+    def _fp8_function(self, hidden: Tensor, source: Source | None = None) -> Tensor:
         up, down = self.up.fp8, self.down.fp8
         assert isinstance(up, Fp8Product)
         assert isinstance(down, Fp8Product)
@@ -140,7 +144,16 @@ class MLP(RecomputableModule):
             up_cast=up.cast,
             down_cast=down.cast,
             reduce=up.reduce,
+            source=source,
         )
+
+    def _inner_source(self, projected: Tensor) -> Source | None:
+        """Return what makes the input of the down projection, if that reads it (`reads_source`)."""
+        changed = self.inner_norm is not None or self.dropout
+        if changed or self.nonlinearity not in FUSED_ACTIVATIONS or not reads_source(self.down):
+            return None
+        rows = projected.detach().flatten(0, -2)
+        return Source("gated" if self.gated else "activation", (rows,), self.nonlinearity)
 
     def _inner(self, projected: Tensor, dropout: DropoutMask | None = None) -> Tensor:
         """Apply everything between the projections: nonlinearity, norm, dropout."""

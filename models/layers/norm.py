@@ -7,7 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ...kernels.norm_functions import NormFactors, layer_norm, rms_norm, rms_norm_factors
+from ...kernels.fp8.operands import Source
+from ...kernels.norm_functions import NormFactors, layer_norm, layer_norm_factors, rms_norm, rms_norm_factors
 from ...kernels.rms_norm_residual import can_fuse_residual, rms_norm_residual, rms_norm_residual_linear
 from ..config.dense_stack import NormSlice
 from ..memory.recompute import RecomputableModule
@@ -22,12 +23,14 @@ class BranchInput(NamedTuple):
         second_hidden: a second handle on `hidden` for a second reader, so that its gradient arrives separately; None
             for one reader.
         norm: norm that the branch applies itself, so that its output is not saved; None if it has been applied.
+        source: what makes `hidden`, for a projection that casts it to fp8 (`fp8_linear.reads_source`); None for others.
     """
 
     residual: Tensor
     hidden: Tensor
     second_hidden: Tensor | None = None
     norm: LayerNorm | RMSNorm | None = None
+    source: Source | None = None
 
 
 class LayerNorm(RecomputableModule):
@@ -54,6 +57,15 @@ class LayerNorm(RecomputableModule):
     def forward(self, inputs: Tensor) -> Tensor:
         """Normalize (..., hidden_size); same shape and dtype, but in that of 16-bit weights for fp32."""
         return layer_norm(inputs, self.weight, self.bias, epsilon=self.epsilon, zero_centered=self.zero_centered)
+
+    @torch.no_grad()
+    def fp8_source(self, inputs: Tensor) -> Source:
+        """Return what a cast to fp8 computes the norm of (..., hidden_size) from; without gradient."""
+        inverse, mean, gain, bias = layer_norm_factors(
+            inputs, self.weight, self.bias, epsilon=self.epsilon, zero_centered=self.zero_centered
+        )
+        rows = inputs.detach().flatten(0, -2)
+        return Source("layer_norm", (rows, inverse.flatten(), gain, mean.flatten(), bias))
 
 
 class RMSNorm(RecomputableModule):
@@ -103,6 +115,12 @@ class RMSNorm(RecomputableModule):
         return rms_norm_residual_linear(
             residual, self.weight, weight, bias, epsilon=self.epsilon, zero_centered=self.zero_centered
         )
+
+    @torch.no_grad()
+    def fp8_source(self, inputs: Tensor) -> Source:
+        """Return what a cast to fp8 computes the norm of (..., hidden_size) from; without gradient."""
+        factors = self.factors(inputs.detach())
+        return Source("rms_norm", (factors.source.flatten(0, -2), factors.inverse_rms.flatten(), factors.gain))
 
     def factors(self, inputs: Tensor) -> NormFactors:
         """Return the factors of the norm: input, reciprocal RMS of each row, and weight."""

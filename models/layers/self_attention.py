@@ -11,6 +11,7 @@ from ...kernels.attention.decode import DecodeInputs, decode_attention
 from ...kernels.attention.dispatch import BackendSelection
 from ...kernels.attention.inputs import AttentionInputs
 from ...kernels.attention.kv_append import apply_rotary_and_append_kv
+from ...kernels.fp8.operands import Source
 from ...kernels.fused_qkv_rope import fused_qkv_rope
 from ...kernels.rope import apply_rotary
 from ..config.dense_stack import AttentionSlice
@@ -63,6 +64,7 @@ class SelfAttention(Attention):
         context: LayerContext,
         norm: LayerNorm | RMSNorm | None = None,
         residual: Tensor | None = None,
+        source: Source | None = None,
     ) -> Tensor:
         """Attend within each sequence.
 
@@ -72,13 +74,14 @@ class SelfAttention(Attention):
             context: kind of call, positions, masks and KV cache.
             norm: norm to apply to `hidden` without saving its output; None if it has been applied.
             residual: residual stream to add the output to, shaped like `hidden`; None without.
+            source: see `BranchInput`.
 
         Returns:
             Shaped like `hidden`.
         """
         mask = None if context.dropout is None else context.dropout.of_stream(LORA_QKV)
         if norm is None:
-            projected = linear_add_residual(None, self.qkv, hidden, mask)
+            projected = linear_add_residual(None, self.qkv, hidden, mask, source)
         else:
             projected, residual = norm_linear(norm, self.qkv, hidden, residual, mask)
         if context.batch is not None:

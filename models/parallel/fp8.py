@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ...kernels.fp8.linear import fp8_linear
-from ...kernels.fp8.operands import DTYPES, Quantized
+from ...kernels.fp8.operands import DTYPES, Quantized, Source, dequantize
 from ...kernels.fp8.quantize import quantize
 from ...kernels.fp8.recipe import Fp8Recipe
 from ...kernels.fp8.scaled_matmul import scaled_matmul
@@ -56,7 +56,8 @@ class Fp8Product:
         recipe: formats and scaling.
         reduce: over the ranks that hold parts of its inputs or outputs; None: of the values of the rank.
         weight_reduce: over the ranks that hold parts of the weight.
-        cast: casts of the weight, which hold until it changes; None: each forward and backward casts it.
+        cast: cast of the weight, which holds until it changes, and of its transpose where the backward cannot transpose
+            it; None: each forward and backward casts it.
     """
 
     recipe: Fp8Recipe
@@ -64,8 +65,8 @@ class Fp8Product:
     weight_reduce: AmaxReduce | None = None
     cast: WeightCast | None = None
 
-    def linear(self, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Return `F.linear(inputs, weight, bias)`."""
+    def linear(self, inputs: Tensor, weight: Tensor, bias: Tensor | None, source: Source | None = None) -> Tensor:
+        """Return `F.linear(inputs, weight, bias)`; `source` as in `fp8_linear`."""
         return fp8_linear(
             inputs,
             weight,
@@ -74,12 +75,27 @@ class Fp8Product:
             cast=self.cast,
             reduce=self.reduce,
             weight_reduce=self.weight_reduce,
+            source=source,
         )
 
     @torch.no_grad()
     def cast_weight(self, weight: Tensor) -> None:
         """Cast the weight anew into the memory of the casts before."""
-        self.cast = cast_weight(weight, self.recipe, reduce=self.weight_reduce, out=self.cast)
+        columns = not self.recipe.transposes_weights
+        self.cast = cast_weight(weight, self.recipe, columns=columns, reduce=self.weight_reduce, out=self.cast)
+
+    @torch.no_grad()
+    def keep_in_fp8(self, weight: Tensor) -> None:
+        """Replace the values of a frozen weight (N, K) by those of its cast, in fp8."""
+        self.cast_weight(weight)
+        assert self.cast is not None
+        weight.data = self.cast.rows.data
+
+    def dense(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return a weight, or the values of one that is kept in fp8, in this dtype."""
+        if self.cast is None or weight.dtype not in DTYPES.values():
+            return weight
+        return dequantize(self.cast.rows).to(dtype)
 
 
 class _Fp8ColumnLinear(torch.autograd.Function):

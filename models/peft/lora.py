@@ -121,7 +121,7 @@ class LoRALinear(FusedLinear, LoRAUpdate):
             return output if residual is None else residual + output
         return lora_linear(
             inputs,
-            self.weight,
+            self.weight if self.fp8 is None else self.fp8.dense(self.weight, inputs.dtype),
             self.bias,
             self.lora_a,
             self.lora_b,

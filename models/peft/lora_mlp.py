@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from ...kernels.fp8.operands import Source
 from ...kernels.lora.lora_gated_mlp import MAX_RANK, lora_gated_mlp, lora_gated_mlp_runs_on
 from ...kernels.norm_functions import NormFactors
 from ..config.peft import LoRASlice, PeftSlice
@@ -52,6 +53,7 @@ class LoRAMLP(MLP):
         norm: LayerNorm | RMSNorm | None = None,
         residual: Tensor | None = None,
         dropout: LayerDropout | None = None,
+        source: Source | None = None,
     ) -> Tensor:
         """See `MLP.forward`."""
         if self.fused and should_recompute(self) and lora_gated_mlp_runs_on(hidden, self.rank):
@@ -61,7 +63,7 @@ class LoRAMLP(MLP):
                 return self._run_fused(norm(hidden), norm.factors(hidden), residual)
             output = run_with_recomputed_input(norm, self._run_fused, hidden)
             return output if residual is None else residual + output
-        return super().forward(hidden, norm, residual, dropout)
+        return super().forward(hidden, norm, residual, dropout, source)
 
     def _run_fused(self, hidden: Tensor, norm: NormFactors | None = None, residual: Tensor | None = None) -> Tensor:
         up, down = self.up, self.down

@@ -62,13 +62,14 @@ def casts(tokens: int, tune: bool) -> None:
     one = torch.ones(1, device="cuda")
     cases: dict[str, tuple[str, list[Tensor]]] = {
         "hidden": ("none", [random(tokens, HIDDEN)]),
+        "rms_norm": ("rms_norm", [random(tokens, HIDDEN), torch.rand(tokens, device="cuda"), random(HIDDEN)]),
         "[gate | up]": ("none", [random(tokens, 2 * FFN)]),
         "act(gate) * up": ("gated", [random(tokens, 2 * FFN)]),
         "gradient of [gate | up]": ("gated_backward", [random(tokens, 2 * FFN), random(tokens, FFN)]),
     }
     for name, (producer, tensors) in cases.items():
-        activation = "" if producer == "none" else "silu"
-        read = sum(tensor.numel() * 2 for tensor in tensors)
+        activation = "" if producer in ("none", "rms_norm") else "silu"
+        read = sum(tensor.numel() * tensor.itemsize for tensor in tensors)
         elements = tensors[0].numel() // (2 if producer == "gated" else 1)
         gradient = producer == "gated_backward"
         forward = producer == "gated"  # the transpose is cast in the backward

@@ -3,6 +3,7 @@
     python scripts/bench/plan_check.py [--seed 1] [--runs 20] [--together 4] [--seconds 500] [--results FILE.jsonl]
         [--report FILE.md]
     python scripts/bench/plan_check.py --meta [--device h100]
+    python scripts/bench/plan_check.py --layouts [NAME ...] [--dry-run] [--seconds 340] [--results FILE.jsonl]
 
 Runs are sampled from a seed: GPT, T5 and MoE models; multi-head and grouped-query attention; every recompute and
 offloading mode; several micro batches; sequences of 1k to 32k tokens. Runs whose plan does not fit the GPU, or is too
@@ -170,8 +171,10 @@ def sample_runs(seed: int, count: int, gpu: str | None) -> list[tuple[SampledRun
     return found
 
 
-def planned(overrides: list[str], gpu: str | None = None, memory: int | None = None) -> Any:
-    """Plan a run on a named GPU, or on this machine's GPU; with `memory` bytes, if given, instead of its own."""
+def planned(
+    overrides: list[str], gpu: str | None = None, memory: int | None = None, world_size: int | None = None
+) -> Any:
+    """Plan a run on named GPUs, or on this machine's; with `memory` bytes, if given, instead of its own."""
     import torch
 
     from stoker.trainer.config.load import load_run_config
@@ -181,7 +184,9 @@ def planned(overrides: list[str], gpu: str | None = None, memory: int | None = N
 
     root, local = load_run_config(None, None, overrides).root, torch.device("cuda", 0)
     card = parse_gpu(gpu) if gpu else None
-    run = resolve_run(root, capability=card.capability if card else torch.cuda.get_device_capability(local))
+    run = resolve_run(
+        root, world_size=world_size, capability=card.capability if card else torch.cuda.get_device_capability(local)
+    )
     target = gpu_target(run, card) if card else local_target(run, local)
     target = replace(target, memory=memory or target.memory)
     return make_plan(run, target, vocab_size=run.model.override_vocab_size)
@@ -317,12 +322,22 @@ def main() -> None:
         "--together", type=int, default=1, choices=range(1, 17), metavar="N", help="maximum number of concurrent runs"
     )
     parser.add_argument("--seconds", type=float, help="time limit; runs that would exceed it are left out")
-    parser.add_argument("--results", type=Path, default=Path("plan_check.jsonl"))
+    parser.add_argument("--results", type=Path, help="default plan_check.jsonl, plan_layouts.jsonl with --layouts")
     parser.add_argument("--report", type=Path)
     parser.add_argument("--meta", action="store_true", help="only print the sampled runs and their plans")
     parser.add_argument("--device", default="h100", help="GPU for --meta")
+    parser.add_argument(
+        "--layouts",
+        nargs="*",
+        metavar="NAME",
+        help="measure layouts of several GPUs, all by default: see plan_layouts.py",
+    )
+    parser.add_argument("--dry-run", action="store_true", help="train the layouts, shrunk, on processes of the CPU")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    if arguments.layouts is not None:
+        check_layouts(arguments)
+        return
     if arguments.one:
         sampled = SampledRun(*json.loads(arguments.one))
         print_row(sampled.name, lambda: measure(sampled))
@@ -332,11 +347,32 @@ def main() -> None:
             time = f"{1e3 * plan.time.seconds:,.0f} ms" if plan.time else ""
             print(f"{number}: {sampled.name}: {plan.allocated / GIB:.1f} GiB at {plan.memory.peak.where}, {time}")
         return
-    until = deadline(arguments.seconds)
-    report = table(check(arguments.seed, arguments.runs, arguments.together, arguments.results, until))
+    until, results = deadline(arguments.seconds), arguments.results or Path("plan_check.jsonl")
+    _show(table(check(arguments.seed, arguments.runs, arguments.together, results, until)), arguments.report)
+
+
+def check_layouts(arguments: argparse.Namespace) -> None:
+    """Measure layouts and print the report of all in the results.
+
+    Raises:
+        SystemExit: a layout is not known, or failed in a dry run.
+    """
+    from plan_layouts import LAYOUTS, layouts_table, measure_layouts
+
+    names, results = arguments.layouts or list(LAYOUTS), arguments.results or Path("plan_layouts.jsonl")
+    if unknown := [name for name in names if name not in LAYOUTS]:
+        raise SystemExit(f"--layouts {', '.join(unknown)}: choose of {', '.join(LAYOUTS)}")
+    failed = measure_layouts(names, results, arguments.seconds, dry=arguments.dry_run)
+    if not arguments.dry_run:
+        _show(layouts_table(read_rows(results)), arguments.report)
+    elif failed:
+        raise SystemExit(f"{len(failed)} failed: {'; '.join(failed)}")
+
+
+def _show(report: str, path: Path | None) -> None:
     print(report)
-    if arguments.report:
-        arguments.report.write_text(report)
+    if path:
+        path.write_text(report)
 
 
 if __name__ == "__main__":

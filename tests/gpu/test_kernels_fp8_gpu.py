@@ -15,7 +15,7 @@ from stoker.kernels.fp8.cast_kernels import triton_amax, triton_cast
 from stoker.kernels.fp8.gated_mlp import fp8_gated_mlp
 from stoker.kernels.fp8.linear import fp8_linear
 from stoker.kernels.fp8.operands import Quantized, Source, dequantize
-from stoker.kernels.fp8.quantize import _cast, _eager_amax, quantize, quantize_gated_gradient
+from stoker.kernels.fp8.quantize import _cast, _eager_amax, quantize, quantize_gated_gradient, transpose
 from stoker.kernels.fp8.recipe import Format, Fp8Recipe, Granularity, Scaling
 from stoker.kernels.fp8.reference import produce
 from stoker.kernels.fp8.scaled_matmul import scaled_matmul
@@ -73,9 +73,15 @@ def test_casts_equal_the_reference_bit_for_bit(granularity: Granularity, shape: 
 
 
 @pytest.mark.parametrize("granularity", ["tensor", "row", "tile"])
-@pytest.mark.parametrize("producer", ["gated", "gated_backward"])
-def test_gated_casts_are_as_near_as_those_of_the_unrounded_values(producer: Any, granularity: Granularity) -> None:
-    tensors = (random(300, 512), random(300, 256, seed=1))[: 1 if producer == "gated" else 2]
+@pytest.mark.parametrize("producer", ["activation", "gated", "gated_backward", "rms_norm", "layer_norm"])
+def test_casts_of_producers_are_as_near_as_those_of_the_unrounded_values(
+    producer: Any, granularity: Granularity
+) -> None:
+    rows = random(300, 512).float()
+    variance, mean = torch.var_mean(rows, 1, correction=0)
+    norm = rows.bfloat16(), variance.add(1e-5).rsqrt(), random(512, seed=2), mean, random(512, seed=3)
+    tensors = {"gated_backward": (rows.bfloat16(), random(300, 256, seed=1)), "rms_norm": norm[:3], "layer_norm": norm}
+    tensors = tensors.get(producer, norm[:1])
     exact, _ = produce(producer, [tensor.double() for tensor in tensors], "silu")
     pair = quantize(Source(producer, tensors, "silu"), "e4m3", granularity)
     wanted = quantize(exact, "e4m3", granularity)
@@ -172,6 +178,13 @@ def test_a_step_is_captured_in_a_graph_and_never_synchronizes() -> None:
     expected = step()
     torch.cuda.synchronize()
     assert all(torch.equal(first, second) for first, second in zip(captured, expected, strict=True))
+
+
+@pytest.mark.parametrize("granularity", ["tensor", "block"])
+def test_weights_kept_in_fp8_are_transposed_exactly(granularity: Granularity) -> None:
+    rows = quantize(random(272, 400), "e4m3", granularity, columns=False).rows
+    assert rows is not None
+    assert torch.equal(dequantize(transpose(rows)), dequantize(rows).t())
 
 
 def test_the_gradient_of_a_gate_and_the_product_come_from_one_pass() -> None:

@@ -16,7 +16,7 @@ from stoker.models.build import build_model
 from stoker.models.config.batch_shape import BatchSpec
 from stoker.models.config.gpt import GPTKeys
 from stoker.models.config.peft import PeftKeys, peft_slice
-from stoker.models.fp8 import cast_fp8_weights, fp8_modules
+from stoker.models.fp8 import cast_fp8_weights, fp8_modules, keep_fp8_weights
 from stoker.trainer.train import run_training
 
 pytestmark = [
@@ -69,6 +69,18 @@ def test_compiled_runs_with_cuda_graphs_are_near_bf16(tmp_path: Path, recipe: st
     assert found != in_bf16
 
 
+def test_weights_kept_in_fp8_train_as_their_casts(tmp_path: Path) -> None:
+    """As CUDA graphs, with validation, two micro batches a step; the same adapters as with casts beside the weights."""
+    graph = {"model__compile": True, "model__enable_cuda_graph": True, "model__peft__peft_scheme": "lora"}
+    settings, held = LLAMA | graph | {"model__fp8": True, "trainer__val_check_interval": 4}, []
+    for name, kept in (("casts", False), ("kept", True)):
+        run_training(tiny_config(tmp_path / name, **settings, model__fp8_params=kept))
+        held.append(losses(tmp_path / name))
+    assert held[0] == held[1]
+    adapters = [(tmp_path / name / "checkpoints/step-8/adapter.safetensors").read_bytes() for name in ("casts", "kept")]
+    assert adapters[0] == adapters[1]
+
+
 def test_train_2n_equals_train_n_resume_train_n(tmp_path: Path) -> None:
     settings = LLAMA | {"model__fp8": True, "model__attention_backend": "unfused", "model__compile": False}
     whole, halves = tmp_path / "whole", tmp_path / "halves"
@@ -108,26 +120,39 @@ def gradients(device: str, recipe: str, *, kept: bool = False, peft: Any = None,
     ).train()
     if kept:
         cast_fp8_weights([*fp8_modules(model).values()])
+    if changes.get("fp8_params"):
+        keep_fp8_weights([*fp8_modules(model).values()])
     generator = torch.Generator().manual_seed(1)
     tokens, labels = (torch.randint(0, 120, (2, 64), generator=generator).to(device) for _ in range(2))
     model.batch_loss({"tokens": tokens, "labels": labels}, torch.tensor(128.0, device=device)).backward()
     return {name: each.grad.double().cpu() for name, each in model.named_parameters() if each.grad is not None}
 
 
+LAYER_NORM = {"activation": "gelu", "normalization": "layernorm", "bias": True, "layernorm_zero_centered_gamma": True}
 LORA = {"peft_scheme": "lora", "lora_tuning": {"adapter_dim": 8, "target_modules": ["all"]}}
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize(
-    "changes", [{}, {"kept": True}, {"peft": LORA}, {"compile": True}], ids=["plain", "kept", "lora", "compiled"]
+    "changes",
+    [
+        {},
+        {"kept": True},
+        {"peft": LORA},
+        {"peft": LORA, "fp8_params": True},
+        {"peft": LORA, "fp8_params": True, "compile": True},
+        {"compile": True},
+        {"compile": True} | LAYER_NORM,
+    ],
+    ids=["plain", "kept", "lora", "lora in fp8", "lora in fp8, compiled", "compiled", "compiled layer norm and gelu"],
 )
 def test_gradients_are_those_of_the_emulation(recipe: str, changes: dict[str, Any]) -> None:
     """Sums in another order flip some roundings to fp8, each by an eighth of a value."""
     if not has(recipe):
         pytest.skip("tiles are multiplied on Hopper only")
-    if changes.get("compile") and recipe != "tensorwise":
-        pytest.skip("compiled above")
-    wanted = gradients("cpu", recipe, **{name: value for name, value in changes.items() if name == "peft"})
+    wanted = gradients(
+        "cpu", recipe, **{name: each for name, each in changes.items() if name not in ("kept", "compile")}
+    )
     found = gradients("cuda", recipe, **changes)
     assert found.keys() == wanted.keys()
     scale = max(float(each.norm()) for each in wanted.values())

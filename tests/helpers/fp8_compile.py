@@ -33,10 +33,13 @@ def variants(which: str) -> Iterator[Variant]:
         yield Variant("amax", "none", "tensor", 90)
         yield Variant("cast", "none", "tensor", 90)
         yield Variant("cast", "gated_backward", "tile", 90)
+        yield Variant("cast", "layer_norm", "tensor", 90)
+        yield Variant("transpose", "none", "tensor", 90)
         yield Variant("rows", "none", "tile", 90)
         return
     for capability in SHARED_MEMORY:
-        for producer in ("none", "gated", "gated_backward"):
+        yield Variant("transpose", "none", "tensor", capability)
+        for producer in ("none", "activation", "gated", "gated_backward", "rms_norm", "layer_norm"):
             for granularity in ("tensor", "row"):
                 yield Variant("amax", producer, granularity, capability)
             for granularity in ("tensor", "row", "tile", *(("block",) if producer == "none" else ())):
@@ -51,10 +54,12 @@ def cast(kind: str, producer: str, granularity: str) -> tuple[Any, dict[str, Any
     """Return kernel and constants of a cast, or of its maxima."""
     from stoker.kernels.fp8 import cast_kernels
 
-    constants: dict[str, Any] = {"PRODUCER": producer, "KIND": "" if producer == "none" else "silu"}
-    constants |= {"ROWS": True, "COLUMNS": True}
-    if producer != "gated_backward":
-        constants["second_pointer"] = None
+    normed = producer.endswith("norm")
+    constants: dict[str, Any] = {"PRODUCER": producer, "KIND": "" if producer == "none" or normed else "silu"}
+    constants |= {"ROWS": kind != "transpose", "COLUMNS": True}
+    pointers = {"second_pointer": normed or producer == "gated_backward", "gain_pointer": normed}
+    pointers |= dict.fromkeys(("mean_pointer", "bias_pointer"), producer == "layer_norm")
+    constants |= {name: None for name, read in pointers.items() if not read}
     if kind == "amax":
         return cast_kernels.amax_kernel, constants | {"PER_ROW": granularity == "row"} | cast_kernels.amax_block()
     product = producer == "gated_backward"
@@ -80,17 +85,19 @@ def grouped(kind: str, granularity: str, capability: int) -> tuple[Any, dict[str
     return grouped_kernels.grouped_fp8_kernel, constants | {"B_SCALES": scales, "EVEN_DEPTH": True}
 
 
-def argument_type(kind: str, name: str) -> str:
+def argument_type(kind: str, producer: str, name: str) -> str:
     """Return the type of an argument that is no constant."""
     if not name.endswith("_pointer"):
         return "i32"
-    if "scale" in name:
+    if "scale" in name or name == "mean_pointer" or (producer.endswith("norm") and name == "second_pointer"):
         return "*fp32"
     if kind in ("rows", "outer"):
         return {"a": "*fp8e5", "b": "*fp8e4nv", "out": "*bf16"}.get(name.removesuffix("_pointer"), "*i32")
     if "amax" in name:
         return "*i32"
     if name.startswith("product"):
+        return "*fp8e4nv"
+    if kind == "transpose":
         return "*fp8e4nv"
     return "*fp8e5" if name.startswith(("data", "transposed")) else "*bf16"
 
@@ -100,12 +107,12 @@ def compiled(which: str) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for variant in variants(which):
         kind, producer, granularity, capability = variant
-        casts = kind in ("amax", "cast")
+        casts = kind in ("amax", "cast", "transpose")
         kernel, constants = cast(kind, producer, granularity) if casts else grouped(kind, granularity, capability)
         launch = {name: constants.pop(name) for name in ("num_warps", "num_stages") if name in constants}
         launch["enable_fp_fusion"] = True
         row, text = compile_kernel(
-            kernel, partial(argument_type, kind), constants, lambda name: True, capability, launch
+            kernel, partial(argument_type, kind, producer), constants, lambda name: True, capability, launch
         )
         row |= variant._asdict()
         row["narrow_stores"] = len(re.findall(r"st\.global\.b8", text))

@@ -1,6 +1,7 @@
 """Training runs of forked ranks: on a GPU each with NCCL, on one GPU through host memory, without a GPU on gloo.
 
-Tests use `train_all` through the fixture `forks`; those below it run in the ranks, which live until a run fails.
+Tests use `train_all` through the fixture `forks`, benchmarks `train_each`; what is below runs in the ranks, which live
+until a run fails.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import signal
 import sys
 import time
 import traceback
+from collections.abc import Callable, Iterator
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,6 +25,8 @@ import torch.distributed as dist
 
 GRACE_SECONDS = 3.0
 """Time in which the others end after a rank has failed."""
+Callbacks = Callable[["Job", int], list[Any]]
+"""Lightning callbacks of a job and a rank."""
 
 
 class Job(NamedTuple):
@@ -52,31 +56,53 @@ class _Rank(NamedTuple):
 
 
 def train_all(results: str, jobs: list[list[Any]], seconds: float) -> None:
-    """Run trainings one after the other, in a process without threads and CUDA; append [directory, error] of each.
+    """Run trainings as `train_each`; append [directory, error] of each to a file.
 
     Args:
-        results: file to append to; the error is "" without.
+        results: the file.
         jobs: each as a `Job`.
-        seconds: timeout of each, after which the stack traces of the ranks are the error.
+        seconds: timeout of each.
     """
-    todo = [Job(*job) for job in jobs]
+    for job, error in train_each([Job(*job) for job in jobs], seconds):
+        with open(results, "a") as file:
+            file.write(json.dumps([job.directory, error]) + "\n")
+
+
+def train_each(
+    jobs: list[Job], seconds: float, callbacks: Callbacks = lambda job, rank: []
+) -> Iterator[tuple[Job, str]]:
+    """Run trainings one after the other, in a process without threads and CUDA; yield each with its error.
+
+    Args:
+        jobs: the trainings.
+        seconds: timeout of each, after which the stack traces of the ranks are the error.
+        callbacks: further callbacks of each training.
+
+    Yields:
+        Job and error, "" without.
+    """
+    todo = list(jobs)
     while todo:
         # DTensor keeps what it has derived from a mesh, for equal meshes of later process groups too
         last = next((number for number, job in enumerate(todo) if _shards(job)), len(todo))
-        ranks = [_fork(rank, todo[: last + 1]) for rank in range(max(job.size for job in todo[: last + 1]))]
-        error = ""
-        for job in todo[: last + 1]:
-            todo.pop(0)
-            error = "\n".join(_errors(ranks[: job.size], job, seconds))
-            with open(results, "a") as file:
-                file.write(json.dumps([job.directory, error]) + "\n")
-            if error:
-                break
-        for rank in ranks:
-            if error:
-                os.kill(rank.process, signal.SIGKILL)
-            os.waitpid(rank.process, 0)
-            rank.answers.close()
+        now = todo[: last + 1]
+        ranks = [_fork(rank, now, callbacks) for rank in range(max(job.size for job in now))]
+        ended = False
+        try:
+            for job in now:
+                todo.pop(0)
+                error = "\n".join(_errors(ranks[: job.size], job, seconds))
+                yield job, error
+                if error:
+                    break
+            else:
+                ended = True
+        finally:
+            for rank in ranks:
+                if not ended:
+                    os.kill(rank.process, signal.SIGKILL)
+                os.waitpid(rank.process, 0)
+                rank.answers.close()
 
 
 def _shards(job: Job) -> bool:
@@ -118,7 +144,7 @@ def _tail(log: Path) -> str:
 # ---------------------------------------------------------------- run in the ranks
 
 
-def _fork(rank: int, jobs: list[Job]) -> _Rank:
+def _fork(rank: int, jobs: list[Job], callbacks: Callbacks) -> _Rank:
     read_end, write_end = os.pipe()
     if pid := os.fork():
         os.close(write_end)
@@ -130,7 +156,7 @@ def _fork(rank: int, jobs: list[Job]) -> _Rank:
             torch.compile = partial(torch.compile, backend="aot_eager")
         for number, job in enumerate(jobs):
             if rank < job.size:
-                error = _run(rank, number, job)
+                error = _run(rank, number, job, callbacks)
                 os.write(write_end, json.dumps(error).encode() + b"\n")
                 if error:
                     time.sleep(2 * GRACE_SECONDS)  # a process that ends takes the others down
@@ -140,7 +166,7 @@ def _fork(rank: int, jobs: list[Job]) -> _Rank:
         os._exit(code)
 
 
-def _run(rank: int, number: int, job: Job) -> str:
+def _run(rank: int, number: int, job: Job, callbacks: Callbacks) -> str:
     """Run a job; return its error."""
     job.log(rank).parent.mkdir(parents=True, exist_ok=True)
     output = os.open(job.log(rank), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
@@ -149,7 +175,7 @@ def _run(rank: int, number: int, job: Job) -> str:
     os.close(output)
     error = ""
     try:
-        _train(rank, number, job)
+        _train(rank, number, job, callbacks)
     except BaseException:
         traceback.print_exc()
         error = "\n".join(traceback.format_exc().splitlines()[-12:])
@@ -163,7 +189,7 @@ def _run(rank: int, number: int, job: Job) -> str:
     return error
 
 
-def _train(rank: int, number: int, job: Job) -> None:
+def _train(rank: int, number: int, job: Job, callbacks: Callbacks) -> None:
     from stoker.trainer.config.load import load_run_config
     from stoker.trainer.distributed.process_group import DistributedContext, shutdown_distributed
     from stoker.trainer.train import run_training
@@ -171,7 +197,7 @@ def _train(rank: int, number: int, job: Job) -> None:
     torch.set_num_threads(1)
     config = load_run_config(None, None, [*job.overrides, f"exp_manager.explicit_log_dir={job.directory}"])
     ranks = DistributedContext() if job.size == 1 else _join(rank, number, job)
-    assert run_training(config, ranks).exit_code == 0
+    assert run_training(config, ranks, callbacks=callbacks(job, rank)).exit_code == 0
     ranks.barrier()
     shutdown_distributed()
 

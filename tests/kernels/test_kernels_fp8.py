@@ -17,8 +17,8 @@ from stoker.kernels.fp8.experts import fp8_experts
 from stoker.kernels.fp8.gated_mlp import fp8_gated_mlp
 from stoker.kernels.fp8.grouped import aligned_assignments
 from stoker.kernels.fp8.linear import fp8_linear
-from stoker.kernels.fp8.operands import DTYPES, Quantized, dequantize
-from stoker.kernels.fp8.quantize import _amax, _cast, amaxes, quantize
+from stoker.kernels.fp8.operands import DTYPES, Quantized, Source, dequantize
+from stoker.kernels.fp8.quantize import _amax, _cast, amaxes, quantize, transpose
 from stoker.kernels.fp8.recipe import MAX_VALUE, Format, Fp8Recipe, Granularity, Scaling
 from stoker.kernels.fp8.reference import produce, reference_amax, reference_cast
 from stoker.kernels.fp8.scaled_matmul import scaled_matmul
@@ -66,13 +66,17 @@ def test_both_casts_are_the_nearest_numbers_of_the_format(granularity: Granulari
 def sources(producer: str, dtype: torch.dtype = torch.bfloat16) -> tuple[list[Tensor], str]:
     """Return the tensors that a producer takes, of odd sizes where it may, and an activation."""
     torch.manual_seed(0)
-    shapes = {"none": [(133, 80)], "gated": [(133, 256)], "gated_backward": [(133, 256), (133, 128)]}[producer]
+    if producer.endswith("norm"):
+        inputs, (gain, bias, mean) = torch.randn(133, 80).to(dtype), torch.randn(3, 133)
+        others = [torch.rand(133) + 0.5, gain[:80].to(dtype), mean, bias[:80].to(dtype)]
+        return [inputs, *others[: 2 if producer == "rms_norm" else 4]], ""
+    shapes = {"gated": [(133, 256)], "gated_backward": [(133, 256), (133, 128)]}.get(producer, [(133, 80)])
     return [torch.randn(shape).to(dtype) for shape in shapes], "" if producer == "none" else "silu"
 
 
 KERNEL_CASES = [
     (producer, granularity)
-    for producer in ("none", "gated", "gated_backward")
+    for producer in ("none", "activation", "gated", "gated_backward", "rms_norm", "layer_norm")
     for granularity in GRANULARITIES
     if producer == "none" or granularity != "block"
 ]
@@ -278,6 +282,11 @@ def test_kept_casts_of_a_weight_change_nothing(scaling: Scaling, columns: bool) 
     assert cast_weight(weight, recipe, columns=columns, out=kept) is kept
     got = linear_and_gradients(lambda x, w, b: fp8_linear(x, w, b, recipe, cast=kept), inputs, weight, bias)
     assert all(torch.equal(first, second) for first, second in zip(got, expected, strict=True))
+    if not columns and recipe.transposes_weights:  # the backward reads the cast, not the weight
+        with torch.no_grad():
+            unread = torch.full_like(weight, torch.nan).requires_grad_()
+        got = linear_and_gradients(lambda x, w, b: fp8_linear(x, w, b, recipe, cast=kept), inputs, unread, bias)
+        assert all(torch.equal(first, second) for first, second in zip(got, expected, strict=True))
 
 
 def test_the_transposed_fp8_input_is_all_that_is_saved() -> None:
@@ -308,6 +317,54 @@ def test_a_linear_layer_compiles_to_one_graph(scaling: Scaling) -> None:
     expected = linear_and_gradients(function, inputs, weight, bias)
     got = linear_and_gradients(torch.compile(function, backend="aot_eager", fullgraph=True), inputs, weight, bias)
     assert all(torch.equal(first, second) for first, second in zip(got, expected, strict=True))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("granularity", ["tensor", "block"])
+def test_the_transpose_of_a_cast_is_exact(device: str, granularity: Granularity, format: Format) -> None:
+    pair = quantize(torch.randn(144, 272, device=device), format, granularity, columns=False)
+    assert pair.rows is not None
+    found = transpose(pair.rows)
+    assert torch.equal(dequantize(found), dequantize(pair.rows).t())
+    if granularity == "block":
+        assert found.scale.stride(0) == 4  # as cuBLAS reads them
+    one = torch.full((1,), MAX_VALUE[format], device=device)
+    by_kernel = triton_cast([pair.rows.data], "none", "", one, one, format, "tensor", 0, False, False, True)[2]
+    assert torch.equal(by_kernel.view(torch.uint8), pair.rows.data.view(torch.uint8).t())
+
+
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_a_weight_kept_in_fp8_multiplies_as_its_casts(scaling: Scaling) -> None:
+    recipe = Fp8Recipe(scaling)
+    inputs, weight, _ = linear_inputs()
+    wanted = linear_and_gradients(lambda x: fp8_linear(x, weight.detach(), None, recipe), inputs)
+    kept = cast_weight(weight, recipe, columns=scaling == "rowwise")
+    got = linear_and_gradients(lambda x: fp8_linear(x, kept.rows.data, None, recipe, cast=kept), inputs)
+    assert all(torch.equal(first, second) for first, second in zip(got, wanted, strict=True))
+
+
+@pytest.mark.parametrize("scaling", SCALINGS)
+@pytest.mark.parametrize("producer", ["rms_norm", "layer_norm", "activation"])
+def test_an_input_that_is_cast_from_its_source_is_not_read(producer: str, scaling: Scaling) -> None:
+    recipe = Fp8Recipe(scaling)
+    tensors, activation = sources(producer, torch.float64)
+    source = Source(producer, tuple(tensor.double() for tensor in tensors), activation)  # type: ignore[arg-type]
+    made, _ = produce(producer, list(source.tensors), activation)
+    weights = [torch.randn(shape, dtype=torch.float64).requires_grad_() for shape in ((96, 80), (64, 48))]
+    unread = torch.full_like(made, torch.nan)
+
+    def linear(inputs: Tensor, weight: Tensor, source: Source | None = None) -> Tensor:
+        return fp8_linear(inputs, weight, None, recipe, source=source)
+
+    def mlp(inputs: Tensor, up: Tensor, down: Tensor, source: Source | None = None) -> Tensor:
+        return fp8_gated_mlp(inputs, up, down, "silu", recipe, source=source)
+
+    for function, weight in ((linear, weights[:1]), (mlp, weights)):
+        expected = linear_and_gradients(function, made.requires_grad_(), *weight)
+        got = linear_and_gradients(partial(function, source=source), unread.requires_grad_(), *weight)
+        for first, second in zip(got, expected, strict=True):
+            torch.testing.assert_close(first, second, rtol=1e-12, atol=1e-12)
 
 
 def mlp_inputs(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:

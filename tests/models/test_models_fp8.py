@@ -12,11 +12,13 @@ from typing import Any
 
 import pytest
 import torch
+from compiled_graphs import CompiledGraphs
 from fork_server import ForkServer
 from parallel_models import batch_of, build
 from tiers import extra
 
-from stoker.models.fp8 import cast_fp8_weights, fp8_modules
+from stoker.kernels.fp8.operands import dequantize
+from stoker.models.fp8 import cast_fp8_weights, fp8_modules, keep_fp8_weights
 
 FP8: dict[str, Any] = {"fp8": True, "hidden_size": 64, "ffn_hidden_size": 64, "bias": False, "init_method_std": 0.1}
 LLAMA = FP8 | {"activation": "swiglu", "num_query_groups": 2, "normalization": "rmsnorm"}
@@ -82,7 +84,7 @@ def test_context_parallel_ranks_together_are_one_process(size: int, forks: ForkS
     [
         RECOMPUTE,
         FULL,
-        *extra({"compile": True}, {"compile": True} | RECOMPUTE, LORA | {"compile": True}),
+        *extra({"compile": True}, {"compile": True} | RECOMPUTE, {"compile": True} | FULL, LORA | {"compile": True}),
     ],
 )
 def test_recomputed_and_compiled_layers_have_the_same_gradients(changes: dict[str, Any]) -> None:
@@ -91,6 +93,32 @@ def test_recomputed_and_compiled_layers_have_the_same_gradients(changes: dict[st
         compile_module: Any = torch.nn.Module.compile
         patch.setattr(torch.nn.Module, "compile", partialmethod(compile_module, backend="aot_eager"))
         assert distance(LLAMA | changes, plain) < 1e-12
+
+
+@pytest.mark.parametrize(
+    ("changes", "casts"),
+    [
+        (LLAMA, ["rms_norm", "none", "rms_norm", "gated"]),
+        *extra(
+            (LLAMA | {"bias": True}, ["rms_norm", "none", "rms_norm", "gated"]),
+            (BIASED | {"transformer_block_type": "parallel_ln"}, ["layer_norm", "none", "layer_norm", "activation"]),
+            (BIASED, ["layer_norm", "none", "layer_norm", "activation"]),
+            (LLAMA | RECOMPUTE, ["rms_norm", "none", "rms_norm", "gated"]),
+            (LLAMA | {"fp8_wgrad": False}, ["none"] * 4),
+        ),
+    ],
+)
+def test_a_compiled_layer_casts_norms_and_activations_without_writing_them(
+    changes: dict[str, Any], casts: list[str]
+) -> None:
+    graphs = CompiledGraphs()
+    with pytest.MonkeyPatch.context() as patch:
+        compile_module: Any = torch.nn.Module.compile
+        patch.setattr(torch.nn.Module, "compile", partialmethod(compile_module, backend=graphs.backend))
+        assert distance(changes | {"compile": True}, changes) < 1e-12
+    found = graphs.forwards[0].find_nodes(op="call_function", target=torch.ops.stoker.fp8_cast.default)
+    tokens = 2 * 16
+    assert [node.args[1] for node in found if node.args[0][0].meta["val"].shape[0] == tokens] == casts
 
 
 @pytest.mark.parametrize("changes", [{}, EXPERTS])
@@ -113,6 +141,30 @@ def test_weights_cast_for_a_step_are_those_cast_for_each_pass(changes: dict[str,
     name = next(iter(wanted))
     assert torch.equal(stale[name], wanted[name])
     assert not torch.equal(fresh[name], wanted[name])
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise"])
+@pytest.mark.parametrize("changes", [LORA, {"peft": {"peft_scheme": "ia3"}}, LORA | {"compile": True}])
+def test_frozen_weights_kept_in_fp8_train_as_their_casts(changes: dict[str, Any], recipe: str) -> None:
+    changes = LLAMA | changes | {"fp8_recipe": recipe}
+    with pytest.MonkeyPatch.context() as patch:
+        compile_module: Any = torch.nn.Module.compile
+        patch.setattr(torch.nn.Module, "compile", partialmethod(compile_module, backend="aot_eager"))
+        casts, kept = build(changes), build(changes)
+        cast_fp8_weights(fp8_modules(casts).values())
+        keep_fp8_weights(fp8_modules(kept).values())
+        (loss, found), (wanted_loss, wanted) = passes(changes, kept), passes(changes, casts)
+        assert torch.equal(loss, wanted_loss)
+        assert all(torch.equal(found[name], each) for name, each in wanted.items())
+        weights = [module.weight for module in fp8_modules(kept).values()]
+        assert {weight.dtype for weight in weights} == {torch.float8_e4m3fn}
+        cast_modules: dict[str, Any] = fp8_modules(casts)
+        for name, module in cast_modules.items():  # validation multiplies with the values of the casts
+            module.weight.data = dequantize(module.fp8.cast.rows, torch.float64)
+            assert module.weight.shape == kept.get_submodule(name).weight.shape
+        with torch.no_grad():
+            validated = [each.eval().batch_loss(batch_of("gpt"), 27.0) for each in (casts, kept)]
+        assert torch.allclose(*validated, rtol=1e-6)
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise"])

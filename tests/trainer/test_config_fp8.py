@@ -25,7 +25,23 @@ from stoker.models.config.fp8 import Fp8Slice, check_fp8
         (["trainer.accelerator=gpu", "trainer.precision=32"], "trainer.precision", "must be bf16 with `fp8` (True)"),
         (["model.fp8_recipe=delayed"], "model.fp8_recipe", "not yet: delayed scaling needs TransformerEngine's"),
         (["model.fp8_recipe=mxfp8"], "model.fp8_recipe", "need a Blackwell GPU"),
-        (["model.fp8_params=true"], "model.fp8_params", "not yet: weights stay in bf16 or fp32"),
+        (
+            ["model.fp8_params=true"],
+            "model.fp8_params",
+            "needs frozen weights (`peft_scheme` lora, adapter, ptuning or",
+        ),
+        (
+            ["model.fp8_params=true", "model.peft.peft_scheme=selective"],
+            "model.fp8_params",
+            "not selective): weights that are trained stay",
+        ),
+        (
+            ["model.fp8_params=true", "peft=lora", "model.tensor_model_parallel_size=2", "trainer.devices=2"],
+            "model.fp8_params",
+            "keeps whole weights on the GPU, not with `tensor_model_parallel_size` (2)",
+        ),
+        (["model.fp8_params=true", "peft=lora", "model.fsdp=true"], "model.fp8_params", "not with `fsdp` (True)"),
+        (["model.fp8_params=true", "peft=lora", "model.cpu_offloading=true"], "model.fp8_params", "`cpu_offloading`"),
         (["model.fp8_multi_head_attention=true"], "model.fp8_multi_head_attention", "not yet: attention in fp8"),
     ],
 )
@@ -33,6 +49,11 @@ def test_what_fp8_needs(overrides: list[str], key: str, says: str) -> None:
     problem = problems("model.fp8=true", *overrides)[key]
     assert says in problem.rule
     assert problem.fix
+
+
+def test_ranks_that_shard_gradients_keep_whole_weights_in_fp8() -> None:
+    grad = ["model.fsdp=true", "model.fsdp_sharding_strategy=grad", "trainer.devices=2", "model.global_batch_size=32"]
+    load("model.fp8=true", "model.fp8_params=true", "peft=lora", "model.restore_from_path=x", *grad)
 
 
 @looped("accelerator", ["cpu", "auto"])

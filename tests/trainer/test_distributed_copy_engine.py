@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,14 @@ from stoker.trainer.core import training_state
 from stoker.trainer.data.datasets.samples import batch_tensors
 from stoker.trainer.distributed import copy_engine
 from stoker.trainer.distributed.copy_engine import CopyEngineCollectives
+from stoker.trainer.distributed.gathered_weights import GatheredWeights
 from stoker.trainer.distributed.mesh import build_mesh
 from stoker.trainer.distributed.process_group import DistributedContext
+from stoker.trainer.plan.hardware import parse_gpu
+from stoker.trainer.plan.run_inputs import collect_inputs
+from stoker.trainer.plan.run_plan import gpu_target
+from stoker.trainer.plan.timeline import layers_in_order
+from stoker.trainer.plan.traffic import planned_bytes
 from stoker.trainer.utils.local_shard import local_tensor
 from tests.helpers.resolved import build_data
 
@@ -120,7 +127,71 @@ def test_training_is_that_of_gloo(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         assert found["copy engines"] == found["gloo"]
 
 
-def train(directory: Path, rank: int, precision: str, changes: dict[str, Any]) -> list[float]:
+@pytest.mark.parametrize("layout", cases([*(name for name in LAYOUTS if name != "uneven"), "bf16 sums"], fast=4))
+def test_training_sends_the_planned_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: str) -> None:
+    changes, sent = LAYOUTS.get(layout, {"model__fsdp_grad_reduce_dtype": "bf16"}), Counter[str]()
+    gather = GatheredWeights.gather
+
+    def counted(weights: GatheredWeights, unit: Any) -> Any:
+        sent["all-gather"] += sum(each._unsharded_param.nbytes for each in unit.fsdp_params)
+        return gather(weights, unit)
+
+    monkeypatch.setattr(GatheredWeights, "gather", counted)
+
+    def on_rank(rank: int) -> dict[str, int]:
+        torch.set_num_threads(1)
+        dist.init_process_group("gloo", store=FileStore(f"{tmp_path}/store", 2), rank=rank, world_size=2)
+        names = iter(range(10))
+
+        def build(ranks: DistributedContext, device: torch.device, asked: bool | None) -> CopyEngineCollectives:
+            folder = tmp_path / str(next(names))
+            folder.mkdir(exist_ok=True)
+            return CountedCollectives(HostMemory(folder, rank, 2, CopyEngineCollectives.inbox_bytes(2)), sent)
+
+        training_state.build_collectives = build
+        train(tmp_path / str(rank), rank, "bf16", changes, validates=False)
+        dist.destroy_process_group()
+        return dict(sent)
+
+    planned: Counter[str] = Counter()
+    for micro_batches in STEPS:
+        more = {"trainer__precision": "bf16", "trainer__devices": 2, "model__micro_batch_size": 2}
+        root = tiny_config(tmp_path / "plan", **more, model__global_batch_size=4 * micro_batches, **changes).root
+        run = resolve_run(root, world_size=2)
+        inputs = collect_inputs(run, gpu_target(run, parse_gpu("h100")), vocab_size=build_data(root).vocab_size)
+        for (axis, kind), size in planned_bytes(inputs, layers_in_order(inputs)).items():
+            assert axis == "data"
+            planned[kind] += size
+    assert fork_ranks(str(tmp_path), 2, on_rank) == [dict(planned)] * 2
+
+
+class CountedCollectives(CopyEngineCollectives):
+    """Adds up the bytes of whole tensors, by kind."""
+
+    def __init__(self, memory: HostMemory, sent: Counter[str]) -> None:
+        super().__init__(memory)
+        self._sent = sent
+
+    def reduce_scatter(self, tensors: Any, *arguments: Any, **more: Any) -> list[torch.Tensor]:
+        self._sent["reduce-scatter"] += sum(tensor.nbytes for tensor in tensors)
+        return super().reduce_scatter(tensors, *arguments, **more)
+
+    def all_reduce(self, tensors: Any, outputs: Any) -> None:
+        self._sent["all-reduce"] += sum(tensor.nbytes for tensor in tensors)
+        super().all_reduce(tensors, outputs)
+
+    def all_gather(self, parts: Any, wholes: Any) -> None:
+        self._sent["all-gather"] += sum(whole.nbytes for whole in wholes)
+        super().all_gather(parts, wholes)
+
+
+STEPS = (1, 2, 1)
+"""Micro batches of each step."""
+
+
+def train(
+    directory: Path, rank: int, precision: str, changes: dict[str, Any], *, validates: bool = True
+) -> list[float]:
     """Train steps of one and of two micro batches; return this rank's weights."""
     changes = {"model__hidden_dropout": 0.0, "model__attention_dropout": 0.0, **changes}
     root = tiny_config(directory, trainer__precision=precision, trainer__devices=2, **changes).root
@@ -131,10 +202,11 @@ def train(directory: Path, rank: int, precision: str, changes: dict[str, Any]) -
     model = training_state.build_model(run, data.vocab_size, CPU, data_parallel=parallel, mesh=mesh)
     optimizer = training_state.build_optimizer(run, model, parallel, mesh)
     parallel.attach(model, optimizer)
-    for step, micro_batches in enumerate((1, 2, 1)):
-        with torch.no_grad():  # a validation
-            model.batch_loss(batch_tensors(data.train.batch(0, 2)), torch.tensor(32.0))
-        parallel.reshard()
+    for step, micro_batches in enumerate(STEPS):
+        if validates:
+            with torch.no_grad():
+                model.batch_loss(batch_tensors(data.train.batch(0, 2)), torch.tensor(32.0))
+            parallel.reshard()
         parallel.before_step(micro_batches)
         for number in range(micro_batches):
             fields = batch_tensors(data.train.batch(8 * step + 4 * number + 2 * rank, 2))

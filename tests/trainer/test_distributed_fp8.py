@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from distributed_runs import DistributedRuns
+import torch
+from distributed_runs import DistributedRuns, tensors
 from test_distributed_parity import LAYOUTS, NO_BIAS, check_equal
 from test_distributed_tensor_parallel import CONTEXT, EXPERT, SEQUENCE, TENSOR
 from tiers import full_only
@@ -50,6 +51,19 @@ def test_ranks_equal_one_process(runs: DistributedRuns, name: str) -> None:
     check_equal(together, alone)
 
 
+@full_only
+@pytest.mark.parametrize("layout", ["zero1", "grad"])
+def test_adapters_of_ranks_beside_weights_kept_in_fp8(runs: DistributedRuns, layout: str) -> None:
+    """Ranks hold whole frozen weights: those kept in fp8 alone multiply as casts beside them do."""
+    base = runs.run("base", **FP8 | {"model__fp8": False})
+    adapted = FP8 | LAYOUTS[layout] | {"model__restore_from_path": str(base), "model__peft__peft_scheme": "lora"}
+    alone, beside = (runs.run(f"{layout}-{kept}", 2, **adapted, model__fp8_params=kept) for kept in (True, False))
+    found = [tensors(each / "checkpoints/step-3", "adapter") for each in (alone, beside)]
+    assert found[0].keys() == found[1].keys()
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+    assert "frozen weights kept in fp8" in (alone / "run.log").read_text()
+
+
 @pytest.mark.parametrize("recipe", ["tensorwise"])
 def test_train_2n_equals_train_n_resume_train_n(tmp_path: Path, recipe: str) -> None:
     """Current scaling has no state: nothing of fp8 is in a checkpoint."""
@@ -62,3 +76,20 @@ def test_train_2n_equals_train_n_resume_train_n(tmp_path: Path, recipe: str) -> 
     bf16 = tmp_path / "other"
     run_training(tiny_config(bf16, trainer__max_steps=4, **{**settings, "model__fp8": False}))
     assert final_hashes(whole, 4) != final_hashes(bf16, 4)
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_adapters_beside_weights_kept_in_fp8_resume_and_restore(tmp_path: Path, recipe: str) -> None:
+    """The base is read in its dtype and cast again: nothing of it is in a checkpoint."""
+    shape = FP8 | {"model__num_attention_heads": 2}
+    run_training(tiny_config(tmp_path / "base", trainer__max_steps=1, **{**shape, "model__fp8": False}))
+    settings = shape | {"model__restore_from_path": str(tmp_path / "base"), "model__peft__peft_scheme": "lora"}
+    settings |= {"model__fp8_params": True, "model__fp8_recipe": recipe, "trainer__val_check_interval": 2}
+    whole, halves, casts = tmp_path / "whole", tmp_path / "halves", tmp_path / "casts"
+    run_training(tiny_config(whole, trainer__max_steps=4, **settings))
+    run_training(tiny_config(halves, trainer__max_steps=2, **settings))
+    run_training(tiny_config(halves, trainer__max_steps=4, **settings))
+    run_training(tiny_config(casts, trainer__max_steps=4, **settings | {"model__fp8_params": False}))
+    name = "checkpoints/step-4/adapter.safetensors"
+    assert (whole / name).read_bytes() == (halves / name).read_bytes() == (casts / name).read_bytes()
+    assert "frozen weights kept in fp8" in (whole / "run.log").read_text()

@@ -205,6 +205,19 @@ def ranks_agree_on_scales(harness: ConfigHarness) -> None:
     assert reduces(False) == {False}
 
 
+@story("model.fp8_params")
+def frozen_weights_are_kept_in_fp8(harness: ConfigHarness) -> None:
+    (found,) = (
+        stack.fp8
+        for stack in resolve_run(
+            harness.root({MODEL + "fp8": True, MODEL + "fp8_params": True, MODEL + "peft.peft_scheme": "lora"})
+        ).family.stacks
+    )
+    assert found is not None
+    assert found.keeps_weights
+    assert "needs frozen weights" in problems("model.fp8=true", "model.fp8_params=true")["model.fp8_params"].rule
+
+
 @story("model.fp8_hybrid")
 def gradients_have_a_format(harness: ConfigHarness) -> None:
     (found,) = (stack.fp8 for stack in resolve_run(harness.root({MODEL + "fp8": True})).family.stacks)

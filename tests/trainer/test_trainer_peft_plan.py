@@ -72,6 +72,25 @@ def test_frozen_weights_have_neither_gradients_nor_state() -> None:
     assert 0.4 * whole.total < lora.total < 0.75 * whole.total
 
 
+def test_fp8_takes_no_more_memory_than_bf16() -> None:
+    """Casts that are kept take a byte per weight, two in rowwise scaling, beside the weights or in place of them."""
+    linear = 24 * (2048 * 3072 + 2048 * 2048 + 3 * 2048 * 5632)
+    few = ["model.micro_batch_size=1", "model.global_batch_size=8"]
+    lora = ["peft=lora", "model.fp8_params=true", "model.activations_checkpoint_modules=[norm,mlp_activation]"]
+    for others, recipe, casts in (
+        ([], "tensorwise", 0),
+        (few, "tensorwise", 1),
+        (few, "blockwise", 1),
+        (few, "rowwise", 2),
+        (lora, "tensorwise", 1 - 2),
+        (lora, "rowwise", 2 - 2),
+    ):
+        bf16 = plan_of(*(each for each in others if "fp8" not in each)).memory
+        fp8 = plan_of("model.fp8=true", f"model.fp8_recipe={recipe}", *others).memory
+        assert fp8.persistent.weights - bf16.persistent.weights == casts * linear, (others, recipe)
+        assert fp8.total <= bf16.total or recipe == "rowwise", (others, recipe)
+
+
 SELECTIVE = "model.peft.peft_scheme=selective"
 NAMES = "model.peft.selective_tuning.tunable_base_param_names="
 

@@ -74,8 +74,9 @@ def test_sharded_ranks_hold_their_part():
     plan = planned(*ranks, "model.fsdp=True", world=4)
     held, parameters = plan.memory.persistent, plan.num_parameters
     assert (held.weights, held.main_weights, held.optimizer) == (parameters // 2, parameters, 2 * parameters)
-    assert plan.memory.moments[-1].gradients == parameters // 2
-    whole = planned(*ranks, "model.optim.name=distributed_fused_adam", world=4).memory
+    assert plan.memory.moments[-1].sums == parameters // 2  # of bf16, by copy engines
+    nccl = "model.copy_engine_collectives=False"
+    whole = planned(*ranks, nccl, "model.optim.name=distributed_fused_adam", world=4).memory
     assert (whole.persistent.weights, whole.persistent.main_weights) == (2 * parameters, parameters)
     assert whole.persistent.gradient_sums == 4 * parameters  # summed over ranks in fp32
     assert whole.moments[-1].gradients == 0  # they leave for the sums at once
@@ -86,7 +87,7 @@ def test_sharded_ranks_hold_their_part():
         assert (shards.persistent.weights, shards.persistent.optimizer) == (2 * parameters, 2 * parameters)
         # the shards of one micro batch come into being in its backward pass, sums of several are there before
         assert shards.persistent.gradient_sums == (parameters if micro_batches > 1 else 0)
-        assert shards.moments[-1].gradients == (0 if micro_batches > 1 else parameters)
+        assert shards.moments[-1].sums == (0 if micro_batches > 1 else parameters)
 
 
 @pytest.mark.parametrize(
@@ -100,9 +101,10 @@ def test_sharded_ranks_hold_their_part():
     ],
 )
 def test_layouts_differ_as_measured(overrides, measured):
-    """Against one GPU: docs/results/data_parallel.jsonl, before values were copied out of what is projected."""
+    """Against one GPU, by NCCL: docs/results/data_parallel.jsonl, before values were copied out of projections."""
     base = planned(LLAMA).allocated / GIB
-    plan = planned(LLAMA, "model.global_batch_size=8", "trainer.devices=2", *overrides, world=2)
+    ranks = ["model.global_batch_size=8", "trainer.devices=2", "model.copy_engine_collectives=False"]
+    plan = planned(LLAMA, *ranks, *overrides, world=2)
     assert plan.allocated / GIB - base == pytest.approx(measured - 41.444, abs=0.25)
 
 

@@ -445,6 +445,7 @@ class TrainLoopCallback(pl.Callback):
 
 def _is_finite(module: LanguageModule) -> bool:
     """Return True if all weights on all ranks are finite; a collective."""
-    parameters = [local_tensor(parameter) for parameter in module.model.parameters()]
+    weights = [local_tensor(parameter) for parameter in module.model.parameters()]
+    parameters = [weight for weight in weights if weight.dtype.itemsize > 1]  # frozen ones in fp8 stay finite
     bad = torch.stack([~torch.isfinite(parameter).all() for parameter in parameters]).any()
     return not module.ranks.all_reduce_(bad.float()).item()

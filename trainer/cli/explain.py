@@ -81,6 +81,28 @@ def explain_fp8(args: argparse.Namespace) -> int:
     return EXIT_BAD_INPUT if report.problem else EXIT_OK
 
 
+def explain_exchange(args: argparse.Namespace) -> int:
+    """Print which collectives exchange weights and gradients of data-parallel ranks, and why.
+
+    Raises:
+        UserError: `--arch` is given.
+    """
+    if args.arch is not None:
+        raise UserError("`--arch` does not say how GPUs are linked; use `stoker plan --device` for other ones")
+    root = load_config(args).root
+    from ..plan.data_exchange import data_exchange
+    from ..plan.planned_target import planned_target
+
+    run, target = planned_target(root)
+    exchange = data_exchange(run, target)
+    if args.json:
+        print(json.dumps({"device": target.name, "exchange": exchange and exchange._asdict()}, indent=2))
+    else:
+        text = exchange or "not exchanged: no two ranks have the same part of the model"
+        print(f"weights and gradients on {pluralize(run.mesh.world_size, 'rank')}, {target.name}: {text}")
+    return EXIT_OK
+
+
 def _share(keys: ParallelKeys) -> str:
     """Return a phrase that these are the calls of one of the ranks that share a layer; empty for one."""
     names = {"tensor": keys.tensor_model_parallel_size, "context": keys.context_parallel_size}
@@ -109,4 +131,5 @@ class Topic:
 TOPICS = {
     "attention": Topic("the backend of each kind of attention call, and why not the others", explain_attention),
     "fp8": Topic("the matrices that multiply in fp8, and why not the others", explain_fp8),
+    "exchange": Topic("the collectives of weights and gradients of data-parallel ranks, and why", explain_exchange),
 }

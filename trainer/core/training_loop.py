@@ -13,7 +13,7 @@ import torch
 
 from ...models.build import TORCH_DTYPES, LanguageModel
 from ...models.config.model import Family
-from ...models.fp8 import fp8_modules
+from ...models.fp8 import fp8_modules, keep_fp8_weights
 from ...models.model_cost import training_flops_per_sample
 from ...models.parallel.context import shard_batch
 from ..callbacks.expert_load import build_expert_load_metrics
@@ -137,6 +137,9 @@ def build_training_loop(run: RunContext, state: TrainingState, seconds: float | 
 def _build_module(run: RunContext, state: TrainingState, schedule: BatchSchedule) -> LanguageModule:
     """Build the Lightning module with its dataloader."""
     keys, mesh = run.resolved.model, run.mesh
+    in_fp8 = [*fp8_modules(state.model).values()]
+    if keys.fp8_params:
+        keep_fp8_weights(in_fp8)
     batches = RankBatchSampler(schedule, keys.micro_batch_size, mesh.data.rank, mesh.data.world_size)
     return LanguageModule(
         state.model,
@@ -162,7 +165,7 @@ def _build_module(run: RunContext, state: TrainingState, schedule: BatchSchedule
         expert_balancer=build_expert_balancer(
             keys, state.model, lambda step: schedule.batch_size(step) // keys.micro_batch_size, mesh.data
         ),
-        fp8_modules=[*fp8_modules(state.model).values()] if run.resolved.keeps_fp8_casts else [],
+        fp8_modules=in_fp8 if run.resolved.keeps_fp8_casts else [],
     )
 
 

@@ -132,21 +132,26 @@ class GatheredWeights:
         """
         units = [_group(module) for module in (*in_turn, *always)]
         sizes = [sum(_aligned(_nbytes(parameter)) for parameter in unit.fsdp_params) for unit in units]
-        slots = min(SLOTS, len(in_turn))
         slot_bytes = max(sizes[: len(in_turn)], default=0)
         offsets = [index % SLOTS * slot_bytes for index in range(len(in_turn))]
-        end = slots * slot_bytes
+        end = min(SLOTS, len(in_turn)) * slot_bytes
         for size in sizes[len(in_turn) :]:
             offsets.append(end)
             end += size
         self._counters = end
-        self._memory = self._collectives.memory.allocate(end + 2 * self._collectives.size * COUNTER_BYTES)
+        num_bytes = self.num_bytes(sizes[: len(in_turn)], sizes[len(in_turn) :], self._collectives.size)
+        self._memory = self._collectives.memory.allocate(num_bytes)
         found = {offset: _Slot(offset) for offset in offsets}
         for unit, offset in zip(units, offsets, strict=True):
             unit.__class__ = CopyEngineParamGroup
             assert isinstance(unit, CopyEngineParamGroup)
             unit.exchange, unit.slot = self, found[offset]
             self._place(unit, self._memory)
+
+    @staticmethod
+    def num_bytes(in_turn: Sequence[int], always: Sequence[int], ranks: int) -> int:
+        """Return the bytes of memory of each rank for units of these sizes: the weights, then two counters per rank."""
+        return min(SLOTS, len(in_turn)) * max(in_turn, default=0) + sum(always) + 2 * ranks * COUNTER_BYTES
 
     def _place(self, unit: CopyEngineParamGroup, memory: Memory) -> None:
         """Give the gathered parameters of a unit their memory."""

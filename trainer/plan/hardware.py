@@ -45,6 +45,11 @@ class GPUSpec:
         return bf16_peak_flops(self.name)
 
     @property
+    def has_nvlink(self) -> bool:
+        """True if GPUs of a machine are linked faster than by PCIe, whose generation 5 reaches 5e10 bytes/s."""
+        return self.peer_link > 1e11
+
+    @property
     def pointwise_bandwidth(self) -> float:
         """Bytes/s that pointwise kernels reach."""
         return self.bandwidth * EFFICIENCY["bandwidth"]

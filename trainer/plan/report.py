@@ -10,6 +10,7 @@ from ...models.config.memory import RecomputeModule, join_module_names
 from ...models.layers.cost import StackInputs
 from ..config.schema.root import RootBlock
 from ..utils.text import format_gib, pluralize
+from .data_exchange import exchange_of
 from .hardware import GIB
 from .pipeline_report import pipeline_document, pipeline_lines
 from .run_inputs import RunInputs
@@ -47,7 +48,7 @@ def memory_categories(plan: Plan) -> list[tuple[str, int]]:
         ("tables and masks", held.tables),
         ("batches", held.batches),
         ("library workspace", held.workspace),
-        ("gradients", peak.gradients),
+        ("gradients", peak.gradients + peak.sums),
         ("activations", peak.activations),
         ("activations made again", peak.recomputed),
         ("logits and the loss", peak.logits),
@@ -103,6 +104,9 @@ def summary_lines(plan: Plan) -> list[str]:
             f"{_seconds(time.seconds)}, {time.tokens_per_second:,.0f} tokens/s{_not_measured(plan)}"
         )
         lines += [f"plan: {line}" for line in _cuda_graph_advice(plan)]
+    exchange = exchange_of(plan.inputs)
+    if exchange is not None:
+        lines.append(f"plan: weights and gradients {exchange}")
     if plan.on_host:
         lines.append(f"plan: {format_gib(plan.on_host)} of host memory per process")
     if plan.missing_host_memory:
@@ -167,6 +171,9 @@ def _run_lines(plan: Plan) -> Iterator[str]:
         f"{pluralize(run.model_config.micro_batch_size, 'sample')}"
         f"{per_rank}, {run.precision.name}{_fp8(run)}{', as CUDA graphs' * run.uses_cuda_graph}"
     )
+    exchange = exchange_of(run)
+    if exchange is not None:
+        yield f"exchange     weights and gradients {exchange}"
     counts, split = [stack.stack.num_layers for stack in run.stacks], run.run.pipeline
     rows = zip(run.stacks, offload_recompute(run), effective_recompute(run), strict=True)
     for index, (stack, modules, recompute) in enumerate(rows):
@@ -202,7 +209,7 @@ def _memory_lines(plan: Plan) -> Iterator[str]:
     yield f"  {_by_moment(plan)}"
     yield (
         f"  {format_gib(plan.reserved)} reserved by the allocator, {format_gib(plan.needed)} with the CUDA "
-        f"context ({format_gib(CUDA_CONTEXT_BYTES)})"
+        f"context ({format_gib(CUDA_CONTEXT_BYTES)}){_symmetric(plan)}"
     )
     if plan.on_host:
         yield f"  {format_gib(plan.on_host)} of host memory{' per process' * (plan.inputs.ranks > 1)}"
@@ -211,6 +218,12 @@ def _memory_lines(plan: Plan) -> Iterator[str]:
         yield f"  fits, with {format_gib(left)} left" if left >= 0 else f"  does not fit: {format_gib(-left)} too much"
     if plan.missing_host_memory:
         yield f"  does not fit: {format_gib(plan.missing_host_memory)} more host memory is needed than available"
+
+
+def _symmetric(plan: Plan) -> str:
+    held = plan.memory.persistent
+    found = (("NCCL's communicators", held.nccl), ("memory that other processes write", held.symmetric))
+    return "".join(f", {name} ({format_gib(size)})" for name, size in found if size)
 
 
 def _offloaded(stack: StackInputs, recomputed: frozenset[RecomputeModule]) -> str:
@@ -329,11 +342,12 @@ def _traffic_lines(traffic: Sequence[AxisTraffic], of: str) -> Iterator[str]:
         link, name = each.link, f"{each.axis} ({pluralize(each.link.ranks, 'rank')})"
         name = "pipeline (to neighbours)" if each.axis == "pipeline" else name
         where = f"{link.name}, {link.bandwidth / 1e9:,.0f} GB/s"
+        by = f", by {each.by}" if each.by else ""
         yield (
             f"  {name:<43} {each.sent / GIB:>6,.2f} GiB  {where:<18} {each.seconds * 1e3:>6,.1f} ms "
             f"{each.exposed * 1e3:>6,.1f} ms"
         )
-        yield "    " + ", ".join(f"{kind} of {format_gib(size)}" for kind, size in each.collectives.items())
+        yield "    " + ", ".join(f"{kind} of {format_gib(size)}" for kind, size in each.collectives.items()) + by
 
 
 def _cuda_graph_advice(plan: Plan) -> Iterator[str]:
@@ -367,6 +381,7 @@ def _seconds(seconds: float) -> str:
 def plan_document(plan: Plan, changes: Sequence[Change], given: CurrentOverrides = NO_OVERRIDES) -> dict[str, Any]:
     """Return the plan as a JSON document; sizes in bytes, times in seconds."""
     run, target = plan.inputs, plan.inputs.target
+    exchange = exchange_of(run)
     return {
         "device": {
             "name": target.name,
@@ -377,6 +392,7 @@ def plan_document(plan: Plan, changes: Sequence[Change], given: CurrentOverrides
         "active_parameters": plan.num_active_parameters,
         "processes": run.ranks,
         "mesh": asdict(run.mesh),
+        "exchange": exchange and exchange._asdict(),
         "micro_batches": run.micro_batches,
         "precision": run.precision.name,
         "compiled": run.compiled,
@@ -390,6 +406,8 @@ def plan_document(plan: Plan, changes: Sequence[Change], given: CurrentOverrides
             "allocated": plan.allocated,
             "reserved": plan.reserved,
             "needed": plan.needed,
+            "symmetric": plan.memory.persistent.symmetric,
+            "nccl": plan.memory.persistent.nccl,
             "on_host": plan.on_host,
             "short_of_host": plan.missing_host_memory,
             "peak_at": plan.peak_at,

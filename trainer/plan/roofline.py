@@ -17,6 +17,7 @@ from ...models.layers.cost import StackInputs, recomputed_bytes
 from ...models.model_cost import training_flops_per_sample
 from ...models.parallel.schedule import StageTimes, simulate_step
 from ..config.schema.optim import optimizer_kind, optimizer_settings
+from .data_exchange import gradient_sums
 from .hardware import EFFICIENCY, GPUSpec
 from .run_inputs import RunInputs
 from .state_memory import num_state_elements
@@ -233,9 +234,13 @@ def _update_bytes(run: RunInputs) -> float:
     trained, gradient = run.counts.trainable, run.widths.weights
     main = run.precision.main_weight_bytes or gradient
     state = num_state_elements(run) / max(1, trained)
-    per_parameter = main * 2 + state * run.precision.state_itemsize * 2 + gradient * 2 + gradient
-    accumulation = (2 * 4 + gradient) * run.micro_batches if run.micro_batches > 1 else 0
-    return run.sharded(trained) * per_parameter + trained * accumulation
+    sums = gradient_sums(run)
+    per_parameter = main * 2 + state * run.precision.state_itemsize * 2 + sums.updated * 2 + gradient
+    # the first gradient is written into the accumulators, or is one; others are added
+    added, first = (2 * 4 + gradient, 4) if sums.accumulated else (3 * gradient, 3 * gradient)
+    accumulation = added * run.micro_batches - first
+    shards = run.layout is not None and (run.layout.shards_gradients or not run.layout.replicates_weights)
+    return run.sharded(trained) * per_parameter + (run.sharded(trained) if shards else trained) * accumulation
 
 
 def _newton_schulz_flops(run: RunInputs, memory: MemoryPlan) -> float:
@@ -380,7 +385,8 @@ def rank_time(run: RunInputs, memory: MemoryPlan, gpu: GPUSpec) -> RankTime:
         "pointwise": micro * model_work.moved / speeds.pointwise,
         "recomputed": speeds.seconds(recompute),
     }
-    parts |= _launching(run, micro * len(memory.layers), computing=sum(parts.values()))
+    launches = sum(EFFICIENCY["host_cross_attention"] if layer.stack.cross else 1.0 for layer in memory.layers)
+    parts |= _launching(run, micro * len(memory.layers), micro * launches, computing=sum(parts.values()))
     parts["copies not hidden"] = micro * offload_stall_seconds(
         memory.layers, lambda layer: speeds.forward_and_backward(layer, frozen=run.is_frozen), gpu.host_link
     )
@@ -418,13 +424,20 @@ def rank_time(run: RunInputs, memory: MemoryPlan, gpu: GPUSpec) -> RankTime:
     )
 
 
-def _launching(run: RunInputs, layers: int, *, computing: float) -> dict[str, float]:
-    """Seconds by which launching the kernels of `layers` layers exceeds computing, on the GPU and on the host."""
+def _launching(run: RunInputs, layers: int, launches: float, *, computing: float) -> dict[str, float]:
+    """Seconds by which launching the kernels of `layers` layers exceeds computing, on the GPU and on the host, which
+    needs the time of `launches` layers without cross-attention.
+    """
     starting = max(0.0, layers * EFFICIENCY["gpu_seconds"] - computing)
     waiting = 0.0
     if not run.uses_cuda_graph:
-        host = EFFICIENCY["host_seconds_compiled" if run.compiled else "host_seconds_eager"]
-        waiting = max(0.0, layers * host - computing - starting)
+        # that of a layer without compilation is the mean of layers with and without cross-attention
+        host = (
+            launches * EFFICIENCY["host_seconds_compiled"]
+            if run.compiled
+            else layers * EFFICIENCY["host_seconds_eager"]
+        )
+        waiting = max(0.0, host - computing - starting)
     return {"starting kernels": starting, "waiting for the host": waiting}
 
 

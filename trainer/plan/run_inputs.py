@@ -54,6 +54,7 @@ class Target:
         software: installed, or assumed, packages.
         flags: attention flags from environment variables.
         host_memory: host memory per process in bytes; None if unknown.
+        peer_access: the GPUs of a machine read each other's memory; None if unknown.
     """
 
     device: str
@@ -63,6 +64,7 @@ class Target:
     software: InstalledSoftware
     flags: AttentionFlags
     host_memory: int | None = None
+    peer_access: bool | None = None
 
     @property
     def name(self) -> str:

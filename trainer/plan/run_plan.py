@@ -13,6 +13,7 @@ from ...models.build import ModelPlan
 from ...models.config.memory import RecomputeModule, RecomputeSlice
 from ...models.memory.host_copies import SLAB_BYTES
 from ...models.model_cost import count_parameters
+from ...models.parallel.overlap import devices_share_memory
 from ...models.parallel.schedule import SimulatedStep, simulate_step
 from ...models.recompute.analysis import ineffective_recompute_messages, memory_saving_recompute, recomputed_for_offload
 from ..checkpoint.run_environment import device_name
@@ -48,12 +49,17 @@ class RankPlan(NamedTuple):
     @property
     def reserved(self) -> int:
         """Bytes reserved at the peak: `torch.cuda.max_memory_reserved`."""
-        return int(self.allocated * EFFICIENCY["allocator_reserve"])
+        return int(self.memory.reserved * EFFICIENCY["allocator_reserve"])
+
+    @property
+    def outside(self) -> int:
+        """Bytes of device memory outside of torch's allocator."""
+        return CUDA_CONTEXT_BYTES + self.memory.persistent.symmetric + self.memory.persistent.nccl
 
     @property
     def needed(self) -> int:
-        """Bytes of device memory needed, including the CUDA context."""
-        return self.reserved + CUDA_CONTEXT_BYTES
+        """Bytes of device memory needed, including those outside of torch's allocator."""
+        return self.reserved + self.outside
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,7 +115,7 @@ class Plan:
 
     @property
     def needed(self) -> int:
-        """Bytes of device memory needed by the rank that needs the most, including the CUDA context."""
+        """Bytes of device memory needed by the rank that needs the most, with those outside of torch's allocator."""
         return self.largest.needed
 
     @property
@@ -210,7 +216,16 @@ def local_target(run: ResolvedRun, device: torch.device) -> Target:
         software=_with_determinism(run, detect_installed_software(device.type)),
         flags=attention_flags(run.trainer.deterministic),
         host_memory=None if host is None else host // run.ranks_per_node,
+        peer_access=None if capability is None else _peer_access(run.ranks_per_node),
     )
+
+
+def _peer_access(devices: int) -> bool | None:
+    """Return True if so many GPUs of this machine read each other's memory; None for one, or if others are planned."""
+    if devices <= torch.cuda.device_count():
+        return devices_share_memory(range(devices)) if devices > 1 else None
+    # the ranks of a run may see one GPU each, of which they cannot address the others'
+    return False if torch.distributed.is_initialized() else None
 
 
 def gpu_target(run: ResolvedRun, gpu: GPUSpec) -> Target:

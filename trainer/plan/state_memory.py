@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -10,13 +11,14 @@ import torch
 
 from ...models.config.t5 import T5Slice
 from ...models.layer import layer_weights
-from ...models.layers.cost import StackInputs
+from ...models.layers.cost import Matrix, StackInputs
 from ...models.layers.position_embeddings import rotary_table_bytes
 from ...models.parallel.schedule import most_held
 from ...models.parallel.stages import Stage
 from ..config.schema.optim import OPTIMIZERS, optimizer_kind, optimizer_settings
 from ..optim.optimizer_factory import min_state_elements, offloads_optimizer_state
 from ..optim.state_buckets import BUCKET_BYTES, StateShape, plan_buckets
+from .data_exchange import gradient_sums, nccl_bytes, symmetric_memory_bytes
 from .run_inputs import RunInputs
 
 _CUBLAS_WORKSPACE = {9: 32 << 20, 10: 32 << 20}
@@ -24,8 +26,9 @@ _CUBLAS_WORKSPACE = {9: 32 << 20, 10: 32 << 20}
 _SMALL_WORKSPACE = 8 << 20
 _CUBLAS_HANDLES = 2
 """One of the thread that runs the forward pass, one of autograd's thread."""
-CUDA_CONTEXT_BYTES = 600 << 20
-"""Bytes of a CUDA context with its libraries and kernels, outside of torch's allocator."""
+CUDA_CONTEXT_BYTES = 840 << 20
+"""Bytes of a CUDA context with its libraries and kernels, outside of torch's allocator: what is in use but not reserved
+at the end of a run on an H100 (scripts/bench/plan_check.py)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,9 +43,11 @@ class PersistentState:
         gradient_sums: fp32 accumulators of gradients over micro batches.
         tables: rotary cos/sin tables, masks of packed documents.
         batches: samples on the device.
-        workspace: of cuBLAS, and of communication that overlaps with products.
+        workspace: of cuBLAS.
         on_host: main weights and optimizer state in host memory instead.
         ema_on_host: EMA in host memory instead.
+        symmetric: memory that other ranks read or write, outside of torch's allocator.
+        nccl: of communicators, outside of it too.
     """
 
     weights: int
@@ -55,10 +60,12 @@ class PersistentState:
     workspace: int
     on_host: int = 0
     ema_on_host: int = 0
+    symmetric: int = 0
+    nccl: int = 0
 
     @property
     def total(self) -> int:
-        """Bytes on the device."""
+        """Bytes that torch's allocator holds on the device."""
         held = self.weights + self.main_weights + self.optimizer + self.ema + self.gradient_sums
         return held + self.tables + self.batches + self.workspace
 
@@ -73,8 +80,8 @@ def num_state_elements(run: RunInputs) -> int:
     return elements * run.counts.total // run.num_parameters
 
 
-def persistent_state(run: RunInputs) -> PersistentState:
-    """Return the persistent memory of a rank of a run on CUDA."""
+def persistent_state(run: RunInputs, layers: Sequence[int]) -> PersistentState:
+    """Return the persistent memory of a rank of a run on CUDA; `layers`: see `symmetric_memory_bytes`."""
     keys, widths = run.model_config, run.widths
     parameters = run.counts.trainable
     main = run.precision.main_weight_bytes
@@ -83,7 +90,7 @@ def persistent_state(run: RunInputs) -> PersistentState:
     on_host = offloads_optimizer_state(keys, torch.device(run.target.device))
     ema = run.sharded(parameters * run.ema_itemsize)
     shards_gradients = shards_weights or (run.layout is not None and run.layout.shards_gradients)
-    weights, sums = run.counts.total * widths.weights, parameters * 4 if main and keeps_fp32_sums(run) else 0
+    weights, sums = run.counts.total * widths.weights, _accumulators(run)
     return PersistentState(
         weights=run.sharded(weights) if shards_weights else weights + _fp8_casts(run),
         main_weights=0 if on_host else run.sharded(parameters * main),
@@ -95,15 +102,24 @@ def persistent_state(run: RunInputs) -> PersistentState:
         workspace=_workspace(run),
         on_host=(run.sharded(parameters * main) + state) if on_host else 0,
         ema_on_host=ema if run.ema_on_host else 0,
+        symmetric=symmetric_memory_bytes(run, layers) if run.target.device == "cuda" else 0,
+        nccl=nccl_bytes(run) if run.target.device == "cuda" else 0,
     )
 
 
+def _accumulators(run: RunInputs) -> int:
+    """Bytes of the fp32 accumulators of gradients, before they are sharded."""
+    trained = run.counts.trainable
+    experts = trained * run.expert_parameters // run.counts.total
+    return (trained - experts) * gradient_sums(run).accumulated + experts * gradient_sums(run, experts=True).accumulated
+
+
 def _fp8_casts(run: RunInputs) -> int:
-    """Bytes of the casts of weights, one in each layout, if they are kept."""
+    """Bytes of the kept casts of weights, rowwise in both layouts, less those of the weights kept as casts alone."""
     if not run.run.keeps_fp8_casts:
         return 0
-    return 2 * sum(
-        matrix.numel
+    return sum(
+        matrix.numel * _cast_bytes(run, stack, matrix)
         for stack in run.stacks
         for fp8, experts in zip(
             stack.stack.fp8.layers if stack.stack.fp8 else (),
@@ -118,29 +134,12 @@ def _fp8_casts(run: RunInputs) -> int:
     )
 
 
-def accumulates_in_fp32(run: RunInputs) -> bool:
-    """True if the optimizer accumulates 16-bit gradients in fp32, over micro batches or for reduction over ranks."""
-    if not run.precision.main_weights:
-        return False
-    if run.layout is not None and run.layout.replicates_weights and run.reduce_itemsize > run.widths.weights:
-        return True
-    return run.micro_batches > 1
-
-
-def keeps_fp32_sums(run: RunInputs) -> bool:
-    """True if fp32 sums of gradients exist during all of a micro batch, except maybe the first."""
-    if run.layout is not None and run.layout.shards_gradients:
-        return run.precision.main_weights and run.micro_batches > 1
-    return accumulates_in_fp32(run)
-
-
-def reduces_in_other_dtype(run: RunInputs) -> bool:
-    """True if gradients are copied to another dtype for the reduction over ranks."""
-    if run.layout is None or not run.layout.replicates_weights:
-        return False
-    if run.layout.shards_gradients:
-        return run.reduce_itemsize != run.widths.weights
-    return run.reduce_itemsize != (4 if accumulates_in_fp32(run) else run.widths.weights)
+def _cast_bytes(run: RunInputs, stack: StackInputs, matrix: Matrix) -> int:
+    """Bytes per weight of the casts of a matrix, less those of the weight itself if it is kept as casts alone."""
+    fp8 = stack.stack.fp8
+    assert fp8 is not None
+    alone = fp8.keeps_weights and matrix.inputs != "expert rows"
+    return (1 if fp8.recipe.transposes_weights else 2) - alone * run.widths.weights
 
 
 def _rotary_tables(run: RunInputs) -> int:
@@ -173,13 +172,10 @@ def _batches(run: RunInputs) -> int:
 
 
 def _workspace(run: RunInputs) -> int:
-    capability, mesh = run.target.capability, run.mesh
+    capability = run.target.capability
     if capability is None:
         return 0
-    # `parallel.overlap`: a rank's share of the tokens, which others copy; two parts of a sum
-    buffers = 2 if mesh.overlap_scatter else int(mesh.overlap_gather)
-    shared = buffers * max(stack.residual_elements for stack in run.stacks) * run.widths.compute
-    return shared + _CUBLAS_HANDLES * _CUBLAS_WORKSPACE.get(capability[0], _SMALL_WORKSPACE)
+    return _CUBLAS_HANDLES * _CUBLAS_WORKSPACE.get(capability[0], _SMALL_WORKSPACE)
 
 
 def update_working_bytes(run: RunInputs) -> int:
@@ -195,7 +191,7 @@ def update_working_bytes(run: RunInputs) -> int:
     match kind:
         case "adafactor":  # updates of all weights at once, in fp32 unless they overwrite the gradients
             elements = largest if slots else parameters
-            updates = elements * 4 if run.widths.weights < 4 and not accumulates_in_fp32(run) else 0
+            updates = elements * 4 if run.widths.weights < 4 and gradient_sums(run).updated < 4 else 0
             return slots + updates + largest * 4 * (4 if settings["beta1"] is not None else 3)
         case "muon":  # gradient, momentum and direction in fp32, Newton-Schulz iterations in bf16, the update
             return slots + hidden * 28

@@ -28,14 +28,9 @@ from ...models.parallel.schedule import most_held
 from ...models.parallel.vocabulary_loss import vocabulary_loss_bytes
 from ...models.stack import final_norm_saved_bytes
 from ...models.t5 import encoder_output_bytes
+from .data_exchange import gradient_sums, uses_copy_engines
 from .run_inputs import RunInputs
-from .state_memory import (
-    PersistentState,
-    keeps_fp32_sums,
-    persistent_state,
-    reduces_in_other_dtype,
-    update_working_bytes,
-)
+from .state_memory import PersistentState, persistent_state, update_working_bytes
 
 _NO_RECOMPUTE = RecomputeSlice(chunk=1, layers=0, modules=frozenset())
 
@@ -47,6 +42,7 @@ class Moment:
     Attributes:
         where: description of the moment.
         gradients: computed so far.
+        sums: of them over ranks, on the stream of communication.
         activations: saved for the backward pass.
         recomputed: recomputed activations.
         logits: memory of the loss.
@@ -56,6 +52,7 @@ class Moment:
 
     where: str
     gradients: int = 0
+    sums: int = 0
     activations: int = 0
     recomputed: int = 0
     logits: int = 0
@@ -65,7 +62,8 @@ class Moment:
     @property
     def total(self) -> int:
         """Bytes in addition to the held state."""
-        return self.gradients + self.activations + self.recomputed + self.logits + self.working - self.offloaded_weights
+        held = self.gradients + self.sums + self.activations + self.recomputed
+        return held + self.logits + self.working - self.offloaded_weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,6 +191,12 @@ class MemoryPlan:
         """Bytes allocated at the peak."""
         return self.persistent.total + self.peak.total
 
+    @property
+    def reserved(self) -> int:
+        """Bytes held by the allocator at the peak, without fragments: it gives memory of a stream to no other one."""
+        sums = max(moment.sums for moment in self.moments)
+        return self.persistent.total + sums + max(moment.total - moment.sums for moment in self.moments)
+
 
 def memory_plan(run: RunInputs) -> MemoryPlan:
     """Estimate the memory of a rank of a run."""
@@ -200,11 +204,11 @@ def memory_plan(run: RunInputs) -> MemoryPlan:
     stages = _stage_memories(run, layers)
     recomputed = stages if all_recomputed is run else _stage_memories(all_recomputed)
     in_flight = _hold_others(run, stages, recomputed)
-    moments = [*_moments(run, stages, _gathered(run, layers))]
+    moments = [*_moments(run, stages, layers)]
     if all_recomputed is not run:
-        moments += _moments(all_recomputed, recomputed, _gathered(run, layers))
+        moments += _moments(all_recomputed, recomputed, layers)
     peak = max(moments, key=lambda moment: moment.total)
-    held = persistent_state(run)
+    held = persistent_state(run, without_shared_experts(run, layers))
     return MemoryPlan(persistent=held, peak=peak, moments=tuple(moments), layers=layers, in_flight=in_flight)
 
 
@@ -287,8 +291,9 @@ def _hold_others(run: RunInputs, stages: Sequence[StageMemory], recomputed: Sequ
     return most_held(run.pass_order, dict.fromkeys(by_number, 1))
 
 
-def _moments(run: RunInputs, stages: Sequence[StageMemory], gathered: int) -> Iterator[Moment]:
-    family, gradients = run.family, _Gradients(run)
+def _moments(run: RunInputs, stages: Sequence[StageMemory], layers: tuple[LayerInStack, ...]) -> Iterator[Moment]:
+    family, gradients, gathered = run.family, _Gradients(run), _gathered(run, layers)
+    unsharded = gathered + _unreduced(run, layers)
     entries = 0 if run.is_frozen else family.padded_vocab_size * run.stacks[0].stack.hidden_size
     embedding = entries * run.widths.weights
     pending = 0
@@ -302,6 +307,7 @@ def _moments(run: RunInputs, stages: Sequence[StageMemory], gathered: int) -> It
                 yield Moment(
                     where=where,
                     gradients=gradients.before,
+                    sums=gradients.sums,
                     activations=each.others + each.saved - each.loss_kept,
                     logits=logits,
                     working=gathered + head_saved_bytes(family, each.inputs),
@@ -313,28 +319,38 @@ def _moments(run: RunInputs, stages: Sequence[StageMemory], gathered: int) -> It
             pending = embedding * (family.tied and family.stacks[-1].begins and gradients.adds_in_place)
         # the gradient of the encoder's output is accumulated over the cross-attentions
         encoded = encoder_output_bytes(each.inputs) if each.reads_encoder else 0
-        yield from _backward_moments(each, gradients, gathered + pending + 2 * encoded + _in_transit(run, each))
+        yield from _backward_moments(each, gradients, unsharded + pending + 2 * encoded + _in_transit(run, each))
         if not each.stage.begins:
             continue
         if each.stage.starts:
             working = embedding * embedding_grad_is_sum(family) + pending * gradients.adds_in_place
-            working += gradients.reducing(entries) + each.stream_bytes + gathered
+            working += gradients.reducing(entries) + each.stream_bytes + unsharded
             yield Moment(
-                where="the embeddings, backward", gradients=gradients.all, activations=each.others, working=working
+                where="the embeddings, backward",
+                gradients=gradients.all,
+                sums=gradients.sums,
+                activations=each.others,
+                working=working,
             )
             continue
         yield Moment(
             where=f"the embeddings of the {each.inputs.name}, backward",
             gradients=gradients.computed,
+            sums=gradients.sums,
             activations=each.others,
-            working=embedding + pending + gathered + encoded,
+            working=embedding + pending + unsharded + encoded,
             offloaded_weights=each.offloaded_below,
         )
         if decoder_embedding_grad_is_separate(family):
             pending = embedding
         elif not family.tied:
             gradients.compute(entries)
-    yield Moment(where="the update", gradients=gradients.all, working=update_working_bytes(run))
+    yield Moment(
+        where="the update",
+        gradients=gradients.at_update,
+        sums=gradients.all_sums,
+        working=update_working_bytes(run),
+    )
 
 
 def _in_transit(run: RunInputs, each: StageMemory) -> int:
@@ -352,6 +368,7 @@ def _backward_moments(each: StageMemory, gradients: _Gradients, working: int) ->
         yield Moment(
             where=f"{layer.name}, backward",
             gradients=gradients.computed,
+            sums=gradients.sums,
             activations=each.others + each.ends + each.layers.during_backward(layer.index),
             recomputed=recomputed,
             working=working + own_working + gradients.adding(parameters) + gradients.reducing(parameters),
@@ -440,32 +457,39 @@ class _StackOnDevice:
 
 
 class _Gradients:
-    """Gradient memory of a rank during a micro batch after the first.
+    """Gradient memory of a rank during a micro batch after the first, or during the only one.
 
     Attributes:
         before: bytes before the backward pass.
         all: bytes after the backward pass.
+        all_sums: bytes of sums over ranks after it, in memory of their own.
+        at_update: bytes of gradients during the update.
+        sums: bytes of those sums at this point of the backward pass.
         adds_in_place: each gradient is added to that of the previous micro batches as soon as it is computed.
     """
 
     def __init__(self, run: RunInputs) -> None:
-        self._width = run.widths.weights
-        self._shards = run.layout is not None and run.layout.shards_gradients
-        self._replicated = not self._shards and (run.layout is None or run.layout.replicates_weights)
-        # ranks with replicated weights add a layer's gradients to the fp32 sums at once and free them
-        self._freed_at_once = run.layout is not None and run.layout.replicates_weights and keeps_fp32_sums(run)
-        if self._shards and run.precision.main_weights:
-            self._width = run.reduce_itemsize
-        self._sharded = run.sharded
-        parameters = run.counts.total
+        own, experts = gradient_sums(run), gradient_sums(run, experts=True)
+        parameters, width = run.counts.total, run.widths.weights
         self._trained_fraction = run.counts.trainable / parameters
+        shares = ((own, 1 - run.expert_parameters / parameters), (experts, run.expert_parameters / parameters))
         # 16-bit gradients are added to fp32 sums at once (several ranks) or after the micro batch, and freed
-        uses_fp32_sums = run.widths.weights < 4 and run.precision.main_weights
-        self._reduce_copy_width = run.reduce_itemsize if reduces_in_other_dtype(run) else 0
-        self.all = self.of(parameters)
+        self._width = sum(share * each.gradient for each, share in shares)
+        self._sum_width = sum(share * each.summed for each, share in shares)
+        self._reduce_copy_width = sum(share * each.copied for each, share in shares)
+        uses_fp32_sums = width < 4 and run.precision.main_weights
+        self.all, self.all_sums = self.of(parameters), self._sums_of(parameters)
+        # a sum in new memory replaces its gradient
+        self.at_update = 0 if self.all_sums else self.all
         self.adds_in_place = run.micro_batches > 1 and not uses_fp32_sums
         self.before = self.all if self.adds_in_place else 0
+        self._adding_width = width
         self._computed = 0
+        # sums of the rows of a rank are added to those of the micro batch before
+        self._sums_before = self.adds_in_place and own.sharded
+        self.sums = self.all_sums if self._sums_before else 0
+        # passes of other micro batches of a pipeline have ended when gradients are summed over ranks
+        self._sums_at_end = run.pipeline_rank is not None and not own.sharded
 
     @property
     def computed(self) -> int:
@@ -479,29 +503,45 @@ class _Gradients:
     def compute(self, parameters: int) -> None:
         """Add the gradients of `parameters`."""
         self._computed += self.of(parameters)
+        self.sums += 0 if self._sums_at_end or self._sums_before else self._sums_of(parameters)
 
     def of(self, parameters: int) -> int:
         """Bytes of the gradients of `parameters`, of which only the trained fraction has any, once computed."""
-        if self._freed_at_once:
-            return 0
-        size = int(parameters * self._trained_fraction) * self._width
-        return size if self._replicated else self._sharded(size)
+        return int(int(parameters * self._trained_fraction) * self._width)
+
+    def _sums_of(self, parameters: int) -> int:
+        return int(int(parameters * self._trained_fraction) * self._sum_width)
 
     def adding(self, parameters: int) -> int:
         """Bytes of the gradients of a layer while they are added to those of the previous micro batches."""
-        return int(parameters * self._trained_fraction) * self._width if self.adds_in_place else 0
+        return int(parameters * self._trained_fraction) * self._adding_width if self.adds_in_place else 0
 
     def reducing(self, parameters: int) -> int:
-        """Bytes of copies of a layer's gradients in the dtype of the reduction over ranks."""
-        return int(parameters * self._trained_fraction) * self._reduce_copy_width
+        """Bytes of copies of a layer's gradients in the dtype of the reduction over ranks, and of their sums."""
+        return int(int(parameters * self._trained_fraction) * self._reduce_copy_width)
 
 
 def _gathered(run: RunInputs, layers: tuple[LayerInStack, ...]) -> int:
-    """Bytes of weights and gradients that are held unsharded temporarily: of two layers."""
+    """Bytes of weights and gradients that FSDP2 holds unsharded temporarily in torch's allocator: of two layers."""
     layout = run.layout
-    if layout is None or (layout.replicates_weights and not layout.shards_gradients):
+    if layout is None or layout.replicates_weights or uses_copy_engines(run):
         return 0
     largest, width = max((layer.memory.num_parameters for layer in layers), default=0), run.widths.weights
-    if layout.shards_gradients:
-        return 2 * largest * width
-    return 2 * largest * width + largest * (width + run.reduce_itemsize)
+    return 2 * largest * width + largest * (width + gradient_sums(run).sent)
+
+
+def _unreduced(run: RunInputs, layers: tuple[LayerInStack, ...]) -> int:
+    """Bytes of the gradients of the last two layers, which are held while they are summed into a rank's rows."""
+    if not gradient_sums(run).sharded:
+        return 0
+    trained = run.counts.trainable / run.counts.total
+    return int(2 * max((layer.memory.num_parameters for layer in layers), default=0) * trained) * run.widths.weights
+
+
+def without_shared_experts(run: RunInputs, layers: Sequence[LayerInStack]) -> list[int]:
+    """Return the parameters of each layer of a rank, without experts that ranks share."""
+    with_experts = sum(layer.memory.has_experts for layer in layers)
+    return [
+        layer.memory.num_parameters - (run.expert_parameters // with_experts if layer.memory.has_experts else 0)
+        for layer in layers
+    ]

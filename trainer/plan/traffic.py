@@ -18,10 +18,11 @@ from ...models.model_cost import outer_traffic, stage_traffic
 from ...models.parallel.traffic import Collective, CollectiveKind, CommunicationAxis, bytes_by_collective
 from ...models.stack import stack_traffic
 from ...models.tensor_parallel import count_partial_gradients
+from ..distributed.gathered_weights import SLOTS
+from .data_exchange import exchange_of, gradient_sums, num_data_ranks, uses_copy_engines
 from .hardware import EFFICIENCY, GPUSpec
 from .run_inputs import RunInputs
-from .state_memory import accumulates_in_fp32
-from .timeline import LayerInStack, layers_in_order
+from .timeline import LayerInStack, layers_in_order, without_shared_experts
 
 AXES: tuple[CommunicationAxis, ...] = get_args(CommunicationAxis)
 
@@ -76,16 +77,15 @@ def _sharded_data_traffic(run: RunInputs, layers: Sequence[LayerInStack]) -> Ite
     layout = run.layout
     if layout is None or (layout.replicates_weights and not layout.shards_gradients):
         return
-    in_layers = sum(layer.memory.num_parameters for layer in layers)
     for axis, share in _parameter_shares(run):
         weights = round(run.counts.total * share) * run.widths.weights
-        gradients = round(run.counts.trainable * share) * run.reduce_itemsize
+        sent = gradient_sums(run, experts=axis == "expert data").sent
+        gradients = round(run.counts.trainable * share) * sent
         units = max(1, len(layers))
         gather = Collective(axis, "all-gather", weights, "forward", number=units, overlaps=True)
         if not layout.replicates_weights:
             yield gather
-            # what is outside of the layers stays gathered from forward to backward, except in pipelines
-            stays = 0 if axis != "data" or run.mesh.pipeline > 1 else run.counts.total - in_layers
+            stays = _stays_gathered(run, layers) if axis == "data" else 0
             yield gather._replace(during="backward", num_bytes=weights - stays * run.widths.weights)
         yield Collective(axis, "reduce-scatter", gradients, "backward", number=units, overlaps=True)
         if layout.replicas > 1 and axis == "data":
@@ -95,7 +95,7 @@ def _sharded_data_traffic(run: RunInputs, layers: Sequence[LayerInStack]) -> Ite
 
 def _update_traffic(run: RunInputs, layers: Sequence[LayerInStack]) -> Iterator[Collective]:
     """Yield what is communicated once per step: partial gradients, replicated gradients, and updated weights."""
-    mesh, layout, width = run.mesh, run.layout, 4 if accumulates_in_fp32(run) else run.widths.weights
+    mesh, layout, width = run.mesh, run.layout, gradient_sums(run).updated
     if mesh.tensor > 1 and not run.is_frozen:
         partial = run.sharded(count_partial_gradients(run.family, sequence=mesh.sequence, expert_ranks=mesh.expert))
         yield Collective("tensor", "all-reduce", partial * width, "update")
@@ -107,11 +107,39 @@ def _update_traffic(run: RunInputs, layers: Sequence[LayerInStack]) -> Iterator[
     units = max(1, len(layers))
     for axis, share in _parameter_shares(run):
         trained = round(run.counts.trainable * share)
-        kind: CollectiveKind = "all-reduce" if layout.shards == 1 else "reduce-scatter"
-        if not layout.shards_gradients:
-            yield Collective(axis, kind, trained * run.reduce_itemsize, "backward", number=units, overlaps=True)
+        sums, engines = gradient_sums(run, experts=axis == "expert data"), axis == "data" and uses_copy_engines(run)
+        # three ranks send as many bytes in one exchange of whole tensors
+        in_two = engines and layout.shards == 1 and num_data_ranks(run) > 2
+        kind: CollectiveKind = "reduce-scatter" if layout.shards > 1 or in_two else "all-reduce"
+        if not sums.sharded:
+            yield Collective(axis, kind, trained * sums.sent, "backward", number=units, overlaps=True)
+        if in_two:
+            yield Collective(axis, "all-gather", trained * sums.updated, "backward", number=units, overlaps=True)
         if layout.shards > 1:
             yield Collective(axis, "all-gather", trained * run.widths.weights, "update", number=units)
+
+
+def _stays_gathered(run: RunInputs, layers: Sequence[LayerInStack]) -> int:
+    """Return how many parameters the backward pass of a micro batch, on average, finds gathered.
+
+    They are those outside of the layers, and with copy engines those of the last layers in memory. In pipelines other
+    passes come between; there FSDP2 gathers all of them again, copy engines what no other layer has overwritten.
+    """
+    outside = run.counts.total - sum(layer.memory.num_parameters for layer in layers)
+    if not uses_copy_engines(run):
+        return 0 if run.mesh.pipeline > 1 else outside
+    sizes = without_shared_experts(run, layers)
+    units: dict[int, list[int]] = {
+        stage.number: [unit for unit, layer in enumerate(layers) if layer.stack is stack]
+        for stage, stack in zip(run.stages, run.stacks, strict=True)
+    }
+    in_slot, found = dict[int, int](), 0
+    for each in run.pass_order:
+        own = units[each.stage]
+        for unit in reversed(own) if each.is_backward else own:
+            found += sizes[unit] if each.is_backward and in_slot.get(unit % SLOTS) == unit else 0
+            in_slot[unit % SLOTS] = unit
+    return outside + found // (1 if run.pipeline_rank is None else run.micro_batches)
 
 
 def _parameter_shares(run: RunInputs) -> list[tuple[CommunicationAxis, float]]:
@@ -173,9 +201,10 @@ class Link:
         return "node" if self.in_node == self.ranks else "network"
 
     def seconds(self, collective: Collective) -> float:
-        """Return the time of a collective in a ring: of what is sent, and of its steps."""
+        """Return the time of a collective in a ring: of what is sent, of its steps, and of its launch."""
         steps = 1 if collective.kind == "send" else (self.ranks - 1) * (2 if collective.kind == "all-reduce" else 1)
-        return collective.sent_bytes(self.ranks) / self.bandwidth + collective.number * steps * self.latency
+        each = steps * self.latency + EFFICIENCY["nccl_seconds"]
+        return collective.sent_bytes(self.ranks) / self.bandwidth + collective.number * each
 
 
 def axis_link(run: RunInputs, axis: CommunicationAxis, gpu: GPUSpec) -> Link:
@@ -258,8 +287,9 @@ class AxisTraffic:
         collectives: bytes of each kind of collective, as in `planned_bytes`.
         sent: bytes that the rank sends.
         seconds: time of all collectives.
-        exposed: part of it that does not overlap with computation; of a pipeline's messages 0, since the simulation of
-            its schedule has them.
+        exposed: part of it that does not overlap with computation, and what that loses by it; of a pipeline's messages
+            0, since the simulation of its schedule has them.
+        by: what runs the collectives of weights and gradients: `DataExchange.by`; empty for other ones.
     """
 
     axis: CommunicationAxis
@@ -268,6 +298,7 @@ class AxisTraffic:
     sent: float
     seconds: float
     exposed: float
+    by: str = ""
 
 
 def axis_traffic(
@@ -305,7 +336,7 @@ def axis_traffic(
         "pipeline": math.inf,  # what delays a pass is part of the bubble
         "data": data,
     }
-    found: list[AxisTraffic] = []
+    exchange, found = exchange_of(run), list[AxisTraffic]()
     for axis in AXES:
         own = [each for each in step if each.axis == axis]
         if not own:
@@ -317,6 +348,32 @@ def axis_traffic(
         alone = max((link.seconds(each) / each.number for each in beside), default=0.0)
         total = sum(map(link.seconds, own))
         exposed = total - hidden + max(0.0 if axis == "pipeline" else alone, hidden - hides.get(axis, hides["data"]))
+        by = ""
+        if exchange is not None and axis in ("data", "expert data", "replicas"):
+            by = exchange.experts if axis == "expert data" else exchange.by
+            in_place = run.layout is not None and not run.layout.replicates_weights
+            lost = sum(_lost_beside(each, link, by, gpu, in_place=in_place) for each in beside)
+            exposed += lost * min(1.0, hides["data"] / max(hidden, 1e-12))
+        elif axis == "tensor" and not (run.mesh.overlap_gather or run.mesh.overlap_scatter):
+            lost = sum(_lost_beside(each, link, "NCCL", gpu) for each in beside)
+            exposed += lost * min(1.0, hides["tensor"] / max(hidden, 1e-12))
         sizes: dict[CollectiveKind, int] = {kind: size for (_, kind), size in bytes_by_collective(own).items()}
-        found.append(AxisTraffic(axis, link, sizes, sum(e.sent_bytes(link.ranks) for e in own), total, exposed))
+        found.append(AxisTraffic(axis, link, sizes, sum(e.sent_bytes(link.ranks) for e in own), total, exposed, by))
     return tuple(found)
+
+
+def _lost_beside(each: Collective, link: Link, by: str, gpu: GPUSpec, *, in_place: bool = False) -> float:
+    """Return the seconds that computation loses by a collective beside it; `in_place`: weights are gathered in place.
+
+    Copy engines and the local sums need bandwidth of the memory; NCCL's kernels take multiprocessors from matmuls,
+    which is measured between GPUs of a machine only.
+    """
+    if by == "copy engines":
+        sent = each.sent_bytes(link.ranks)  # read, written into inboxes, then summed or copied from there
+        last = 2 * (each.num_bytes / link.ranks if in_place else sent)
+        if each.kind == "reduce-scatter":
+            last = each.num_bytes * (1 + 2 / link.ranks)
+        elif each.kind == "all-reduce":  # of two ranks, which send each other all
+            last = each.num_bytes * (2 + 2)
+        return (2 * sent + last) / gpu.pointwise_bandwidth
+    return EFFICIENCY["nccl_beside_matmuls"] * link.seconds(each) if link.name == "node" else 0.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from operator import attrgetter
 
 from ....models.config.families import keys_by_stack
 from ....models.config.fp8 import MULTIPLE, Fp8Keys, fp8_slice
@@ -11,6 +12,7 @@ from ....models.config.sizes import head_dim_of
 from ..schema.key_index import format_value
 from .rule_context import RuleContext, no_effect, unused
 
+_FROZEN = ("lora", "adapter", "ptuning", "ia3")
 _ENDS = ("model.num_layers_at_start_in_bf16", "model.num_layers_at_end_in_bf16")
 
 
@@ -41,6 +43,31 @@ def fp8_settings_need_fp8(context: RuleContext) -> Iterator[Finding]:
     if keys.fp8 and keys.fp8_recipe in ("rowwise", "blockwise"):
         when = f"with `fp8_recipe` ({keys.fp8_recipe}), whose scales are those of the values that a rank has"
         yield from unused(context, "model.reduce_amax", "model.fp8_recipe", when)
+
+
+def fp8_params_are_frozen(context: RuleContext) -> Iterator[Finding]:
+    """Weights that are kept in fp8 alone are frozen, and whole on each rank."""
+    keys = context.root.model
+    if not keys.fp8 or not keys.fp8_params:
+        return
+    path, scheme = "model.fp8_params", keys.peft.peft_scheme
+    if scheme not in _FROZEN:
+        yield Finding.error(
+            (path, "model.peft.peft_scheme", "model.fp8"),
+            f"`fp8_params` (True) needs frozen weights (`peft_scheme` lora, adapter, ptuning or ia3, not "
+            f"{format_value(scheme)}): weights that are trained stay in their dtype, beside their casts",
+            "model.fp8_params=false",
+        )
+    shards = keys.fsdp and keys.fsdp_sharding_strategy != "grad"
+    moved = {"tensor_model_parallel_size": keys.tensor_model_parallel_size > 1, "fsdp": shards}
+    moved |= {f"{at}cpu_offloading": stack.cpu_offloading for at, stack in keys_by_stack(keys).items()}
+    for name in (name for name, value in moved.items() if value):
+        yield Finding.error(
+            (path, f"model.{name}"),
+            f"`fp8_params` (True) keeps whole weights on the GPU, not with `{name}` "
+            f"({attrgetter(name)(keys)}), which splits or moves what is multiplied",
+            "model.fp8_params=false",
+        )
 
 
 def fp8_layers_are_left(context: RuleContext) -> Iterator[Finding]:

@@ -87,7 +87,7 @@ def distributed_keys_need_processes(context: RuleContext) -> Iterator[Finding]:
     model, trainer = context.root.model, context.root.trainer
     replicas = num_data_ranks(context)
     several = replicas > 1 or trainer.devices == "auto"
-    names = ("fsdp_sharding_strategy", "fsdp_shard_size")
+    names, engines = ("fsdp_sharding_strategy", "fsdp_shard_size"), "model.copy_engine_collectives"
     if model.fsdp and not several:
         yield no_effect("model.fsdp", "trainer.devices", f"with one {_rank_name(context)}")
     if not model.fsdp:
@@ -116,8 +116,15 @@ def distributed_keys_need_processes(context: RuleContext) -> Iterator[Finding]:
                 "`fsdp_sharding_strategy: hybrid` equals `full` on one node with one sharding group",
                 f"model.fsdp_shard_size={half}" if half else "model.fsdp_sharding_strategy=full",
             )
+        size = size or max(1, num_processes(context) // trainer.num_nodes // model.tensor_model_parallel_size)
+        if model.copy_engine_collectives and size < replicas:
+            yield Finding.error(
+                (engines, "model.fsdp_sharding_strategy"),
+                "`copy_engine_collectives` (True) does not support `fsdp_sharding_strategy: hybrid` with several "
+                f"({replicas // size}) copies of each shard, which use NCCL",
+                f"{engines}=null",
+            )
     reduce = "model.fsdp_grad_reduce_dtype"
-    engines = "model.copy_engine_collectives"
     for path, acts in (
         (reduce, several),
         (engines, several),

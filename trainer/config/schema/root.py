@@ -52,7 +52,7 @@ class RunKeys(ParallelKeys):
     copy_engine_collectives: bool | None = extension_field(None)
     """Exchange weights and gradients of data-parallel ranks on one host by the GPUs' copy engines, which takes no time
     of the kernels beside it and sums in fp32 at the traffic of bf16; NCCL otherwise. null: where the GPUs read each
-    other's memory. True: an error where they do not."""
+    other's memory. True: an error where they do not, and with `hybrid`."""
     megatron_amp_O2: bool = True  # noqa: N815
     """With precision bf16 or 16: True keeps 16-bit weights, and fp32 main weights in the optimizer; False fp32 weights
     with autocast."""
