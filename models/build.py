@@ -196,6 +196,7 @@ def build_model(
     if plan.compiled:
         generation = {planned.label("generation") for planned in plan.attentions}
         whole = all(decision.supports_compile for label, decision in plan.decisions.items() if label not in generation)
+        whole &= not any(stack.fp8 is not None and stack.fp8.uses_transformer_engine for stack in described.stacks)
         for stack in get_stacks(model):
             stack.compile_layers(has_hooks=sharding is not None, fullgraph=whole)
     if sharding is None:

@@ -5,11 +5,13 @@ Parameters keep their names and dtypes, and so do checkpoints. Embeddings, head,
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import cast
 
+import torch
 from torch import Tensor, nn
 
+from ..kernels.fp8.delayed_scaling import DelayedScaling
 from .config.fp8 import MULTIPLE, Fp8Slice
 from .config.stack import StackSlice
 from .layer import Layer
@@ -20,7 +22,7 @@ from .moe.moe_layer import MoE
 from .parallel.collectives import TensorParallel
 from .parallel.context import ContextParallel
 from .parallel.expert import ExpertParallel
-from .parallel.fp8 import AmaxReduce, Fp8Product
+from .parallel.fp8 import AmaxReduce, Fp8Product, TEProduct
 from .parallel.linear import ColumnParallelLinear, RowParallelLinear
 from .peft.ia3 import IA3InputLinear, IA3OutputLinear
 from .peft.lora import LoRALinear
@@ -73,18 +75,23 @@ def apply_fp8(
             if type(experts) is Experts and not part.why_experts_without_fp8:
                 shared = tensor if tensor_parallel is not None and tensor_parallel.sequence else ()
                 groups = (*shared, *tokens, *owners)
-                experts.fp8 = _product(part.fp8, groups, owners), _product(part.fp8, groups, owners)
+                up, down = (_product(part.fp8, groups, owners, experts=True) for _ in range(2))
+                experts.fp8 = up, down
 
 
 def _groups(ranks: TensorParallel | ContextParallel | ExpertParallel | None) -> tuple[str, ...]:
     return () if ranks is None else (ranks.group,)
 
 
-def _product(fp8: Fp8Slice, groups: tuple[str, ...], weight_groups: tuple[str, ...]) -> Fp8Product:
+def _product(
+    fp8: Fp8Slice, groups: tuple[str, ...], weight_groups: tuple[str, ...], *, experts: bool = False
+) -> Fp8Product:
     """Return a product whose inputs are split over the ranks of these groups, and its weight over those."""
-    agrees = fp8.reduce_amax and fp8.recipe.scaling == "tensorwise"
-    return Fp8Product(
-        fp8.recipe,
+    recipe = fp8.expert_recipe if experts else fp8.recipe
+    kind = TEProduct if fp8.uses_transformer_engine and not experts else Fp8Product
+    agrees = fp8.reduce_amax and recipe.scaling == "tensorwise"
+    return kind(
+        recipe,
         AmaxReduce(groups) if agrees and groups else None,
         AmaxReduce(weight_groups) if agrees and weight_groups else None,
     )
@@ -115,11 +122,34 @@ def fp8_modules(model: nn.Module) -> dict[str, nn.Module]:
     return {name: module for name, module in model.named_modules() if getattr(module, "fp8", None) is not None}
 
 
+def build_delayed_scaling(
+    model: nn.Module, device: torch.device, reduce: Callable[[Tensor], None] | None = None
+) -> DelayedScaling | None:
+    """Give the linear layers of a model on its device the state of delayed scaling; return it, or None without.
+
+    Args:
+        model: from `build_model`.
+        device: its device.
+        reduce: maximum over the ranks with the same stages of the pipeline, in place; None for one.
+    """
+    found = {name: module.fp8 for name, module in fp8_modules(model).items()}
+    products = {name: each for name, each in found.items() if isinstance(each, TEProduct)}
+    recipes = {each.recipe for each in products.values() if each.recipe.scaling == "delayed"}
+    if not recipes:
+        return None
+    (recipe,) = recipes
+    delayed = [name for name, each in products.items() if each.recipe.scaling == "delayed"]
+    state = DelayedScaling(delayed, recipe, device, reduce)
+    for index, name in enumerate(delayed):
+        products[name].scales = state.scales(index)
+    return state
+
+
 def cast_fp8_weights(modules: Iterable[nn.Module]) -> None:
     """Cast the weights of `fp8_modules` for all micro batches of a step, frozen ones once."""
     for module in modules:
         for product, weight in _weights(module):
-            if product.cast is None or weight.requires_grad:
+            if weight.requires_grad or not product.is_cast_current:
                 product.cast_weight(weight)
 
 

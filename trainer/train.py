@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pytorch_lightning.loggers import Logger
 from torch._C._distributed_c10d import Store, TCPStore
 
 from ..kernels.attention.dispatch import format_selections
@@ -31,7 +30,7 @@ from .device.determinism import attention_flags
 from .distributed.placement import Placement
 from .distributed.process_group import DistributedContext, describe_process, init_distributed, shutdown_distributed
 from .evaluation.held_out_loss import EvaluationResult
-from .lightning.lightning_imports import pl
+from .lightning.lightning_imports import Logger, pl
 from .lightning.lightning_trainer import fit
 from .lightning.user_loggers import RunMetricsLogger
 from .plan.report import measured_line

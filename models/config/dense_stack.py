@@ -101,7 +101,7 @@ class DenseStackKeys(PositionKeys):
     """A backend family (`flash`, `fused`, `unfused`) or a backend by name; `auto` lets the dispatcher choose."""
     transformer_engine: bool | None = None
     """True: prefer TransformerEngine's attention in each family, an error if it is not installed; False: never use it;
-    null: where it is installed and the best choice. Linear layers are always PyTorch's."""
+    null: where it is installed and the best choice. With `fp8` True also lets the linear layers multiply through it."""
     masked_softmax_fusion: bool = True
     """Fuse scale, mask and softmax of unfused attention into one kernel on a GPU; False: plain PyTorch."""
 

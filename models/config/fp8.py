@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
 
 from pydantic import Field
 
-from ...kernels.fp8.recipe import Fp8Recipe, Scaling
+from ...kernels.fp8.recipe import AmaxAlgorithm, Fp8Recipe, Scaling
 from .key_block import ConfigBlock
 
 MULTIPLE = 16
@@ -25,10 +24,19 @@ class Fp8Keys(ConfigBlock):
     """With `fp8`: cast gradients to e4m3 too; goes before `fp8_hybrid`."""
     fp8_hybrid: bool = True
     """With `fp8`: cast activations and weights to e4m3, gradients to e5m2, which has more range and less precision."""
-    fp8_recipe: Literal["tensorwise", "rowwise", "blockwise"] | None = None
+    fp8_recipe: Scaling | None = None
     """With `fp8`: what has a scale of its own. `tensorwise`: a tensor; `rowwise`: a row along the contraction;
     `blockwise`: 1 x 128 tiles of activations and gradients and 128 x 128 blocks of weights (DeepSeek-V3; Hopper only).
-    Scales follow from the values that are cast (current scaling). null: `tensorwise`. Megatron's key."""
+    Scales follow from the values that are cast (current scaling); of `delayed`, one for a tensor, from its values in
+    former steps, through TransformerEngine only (`transformer_engine: True`). null: `delayed` with
+    `transformer_engine: True`, as in NeMo, else `tensorwise`. Megatron's key."""
+    fp8_interval: int = Field(1, ge=1)
+    """With `fp8_recipe: delayed`: steps between new scales; amaxes of those between count."""
+    fp8_amax_history_len: int = Field(1024, ge=1)
+    """With `fp8_recipe: delayed`: number of the last updates whose amaxes are kept."""
+    fp8_amax_compute_algo: AmaxAlgorithm = "max"
+    """With `fp8_recipe: delayed`: scales follow from the largest of the amaxes that are kept (`max`), or from that of
+    the last update (`most_recent`)."""
     fp8_margin: int = Field(0, ge=0, le=8)
     """With `fp8`: scales are 2^margin times larger, which leaves headroom below the largest fp8 value."""
     fp8_wgrad: bool = True
@@ -36,7 +44,8 @@ class Fp8Keys(ConfigBlock):
     then saved in it."""
     reduce_amax: bool = True
     """With `fp8`: tensor-parallel and context-parallel ranks, which hold parts of one tensor, take the scale of the
-    whole, so that results do not depend on the layout; False: each takes that of its part, which saves messages."""
+    whole, so that results do not depend on the layout; False: each takes that of its part, which saves messages. With
+    `fp8_recipe: delayed` all ranks with the same layers, once a step, and never False over several."""
     fp8_params: bool = False
     """With `fp8` and a PEFT scheme whose weights are all frozen: keep the weights of the linear layers that multiply in
     fp8 as their casts alone, a byte per weight (rowwise two); validation multiplies with these values. Weights that are
@@ -58,12 +67,35 @@ class Fp8Slice:
         layers: True for each layer whose linear layers multiply in fp8.
         reduce_amax: ranks that hold parts of a tensor take the scale of the whole.
         keeps_weights: frozen weights of linear layers are kept in fp8 alone.
+        transformer_engine: `transformer_engine` is True.
     """
 
     recipe: Fp8Recipe
     layers: tuple[bool, ...]
     reduce_amax: bool
     keeps_weights: bool = False
+    transformer_engine: bool = False
+
+    @property
+    def uses_transformer_engine(self) -> bool:
+        """True if linear layers multiply through TransformerEngine; on a CPU, where it is emulated, they never do."""
+        return not self.why_own_kernels
+
+    @property
+    def why_own_kernels(self) -> str:
+        """Why linear layers multiply by stoker's own kernels on a GPU; empty if through TransformerEngine."""
+        if not self.transformer_engine:
+            return "`transformer_engine` is not True"
+        if self.recipe.scaling == "rowwise":
+            return "TransformerEngine has no rowwise scaling"
+        if self.recipe.scaling == "blockwise" and self.recipe.margin:
+            return "TransformerEngine's blockwise scaling has no margin (`fp8_margin`)"
+        return ""
+
+    @property
+    def expert_recipe(self) -> Fp8Recipe:
+        """Recipe of experts, which multiply by stoker's own kernels: those have no delayed scaling."""
+        return replace(self.recipe, scaling="tensorwise") if self.recipe.scaling == "delayed" else self.recipe
 
     @property
     def description(self) -> str:
@@ -73,7 +105,12 @@ class Fp8Slice:
         return f"{self.recipe.scaling} scaling, {formats}{kept}"
 
 
-def fp8_slice(keys: Fp8Keys, num_layers: int) -> Fp8Slice | None:
+def scaling_of(keys: Fp8Keys, transformer_engine: bool | None) -> Scaling:
+    """Return what `fp8_recipe` resolves to in a stack with this `transformer_engine`."""
+    return keys.fp8_recipe or ("delayed" if transformer_engine else "tensorwise")
+
+
+def fp8_slice(keys: Fp8Keys, num_layers: int, transformer_engine: bool | None = None) -> Fp8Slice | None:
     """Resolve the keys of fp8 for a stack; None if all of its layers multiply in the run's precision."""
     if not keys.fp8:
         return None
@@ -82,14 +119,22 @@ def fp8_slice(keys: Fp8Keys, num_layers: int) -> Fp8Slice | None:
     layers = tuple(first <= number < num_layers - last for number in range(num_layers))
     if not any(layers):
         return None
-    scaling: Scaling = keys.fp8_recipe or "tensorwise"
     recipe = Fp8Recipe(
-        scaling=scaling,
+        scaling=scaling_of(keys, transformer_engine),
+        amax_history_len=keys.fp8_amax_history_len,
+        amax_compute_algo=keys.fp8_amax_compute_algo,
+        interval=keys.fp8_interval,
         backward="e4m3" if keys.fp8_e4m3 else "e5m2",
         margin=keys.fp8_margin,
         wgrad=keys.fp8_wgrad,
     )
-    return Fp8Slice(recipe=recipe, layers=layers, reduce_amax=keys.reduce_amax, keeps_weights=keys.fp8_params)
+    return Fp8Slice(
+        recipe=recipe,
+        layers=layers,
+        reduce_amax=keys.reduce_amax,
+        keeps_weights=keys.fp8_params,
+        transformer_engine=bool(transformer_engine),
+    )
 
 
 def check_fp8(fp8: Fp8Slice, device: str, capability: tuple[int, int] | None, dtype: str) -> None:
@@ -104,6 +149,11 @@ def check_fp8(fp8: Fp8Slice, device: str, capability: tuple[int, int] | None, dt
     Raises:
         ValueError: it does not.
     """
+    if fp8.recipe.scaling == "delayed" and device != "cuda":
+        raise ValueError(
+            f"`fp8_recipe` (delayed) needs a GPU for TransformerEngine, and this is {device}; use "
+            "fp8_recipe=tensorwise."
+        )
     if device == "cpu":
         return
     if device != "cuda" or capability is None:

@@ -144,7 +144,7 @@ def stack_slice(keys: StackKeys, fp8: Fp8Keys, *, causal: bool, positions: int) 
         output_init_std=scaled if keys.use_scaled_init_method else keys.init_method_std,
         recompute=recompute_slice(keys, with_experts=moe.layers if moe else ()),
         offload=offload_slice(keys),
-        fp8=fp8_slice(fp8, keys.num_layers),
+        fp8=fp8_slice(fp8, keys.num_layers, keys.transformer_engine),
         fp32_residual=keys.fp32_residual_connection,
     )
 
@@ -235,8 +235,8 @@ def backend_fits_transformer_engine(keys: StackKeys) -> Iterator[Finding]:
     elif switch and backend in BACKENDS_BY_NAME and not backend.startswith("te_"):
         yield Finding.warning(
             ("transformer_engine", "attention_backend"),
-            f"`transformer_engine` (True) has no effect with `attention_backend` ({backend}), which is not "
-            "TransformerEngine's.",
+            f"`transformer_engine` (True) has no effect on attention with `attention_backend` ({backend}), which "
+            "is not TransformerEngine's.",
             f"use attention_backend={_family(backend) if _family(backend) != 'named' else 'auto'}",
         )
 

@@ -174,7 +174,13 @@ class StackInputs:
     @property
     def gathers_fp8(self) -> bool:
         """True if column-parallel layers save and gather the rank's tokens in fp8."""
-        return self.saves_fp8 and self.fp8 is not None and self.fp8.scaling == "tensorwise"
+        whole = self.uses_transformer_engine or self.fp8 is None or self.fp8.scaling != "tensorwise"
+        return self.saves_fp8 and not whole
+
+    @property
+    def uses_transformer_engine(self) -> bool:
+        """True if the linear layers of the layer at hand multiply in fp8 through TransformerEngine."""
+        return self.fp8 is not None and self.stack.fp8 is not None and self.stack.fp8.uses_transformer_engine
 
     def with_layer(self, *, is_fp8: bool) -> StackInputs:
         """Return the inputs of a layer, whose linear layers multiply in fp8 or not."""
@@ -183,13 +189,17 @@ class StackInputs:
 
     @property
     def agrees_on_amaxes(self) -> bool:
-        """True if ranks with parts of a tensor of the layer at hand take the maximum of their amaxes."""
+        """True if ranks with parts of a tensor of the layer at hand take the maximum of their amaxes; with delayed
+        scaling once a step, and of experts.
+        """
         fp8 = self.stack.fp8
-        return self.fp8 is not None and fp8 is not None and fp8.reduce_amax and fp8.recipe.scaling == "tensorwise"
+        return (
+            self.fp8 is not None and fp8 is not None and fp8.reduce_amax and fp8.expert_recipe.scaling == "tensorwise"
+        )
 
     def amax_traffic(self) -> tuple[Collective, ...]:
         """Return the traffic of the amaxes of a linear layer in fp8: of input, weight, and the output's gradient."""
-        if not self.agrees_on_amaxes:
+        if not self.agrees_on_amaxes or (self.fp8 is not None and self.fp8.scaling == "delayed"):
             return ()
         found: list[Collective] = []
         if self.mesh.context > 1:
@@ -210,13 +220,15 @@ class StackInputs:
 
         `gathers` says that other ranks have other tokens of it.
         """
+        if gathers and self.saves_fp8 and self.uses_transformer_engine:  # the cast of the gathered tokens
+            return self.saved_input_bytes(rows * self.mesh.tensor, width)
         if self.fp8 is None or not self.saves_fp8 or (gathers and not self.gathers_fp8):
             return rows * width * self.widths.compute
         if gathers:
             return rows * width
         tile = TILE if self.fp8.scaling == "blockwise" else MULTIPLE
         padded = -(-rows // tile) * tile
-        scales = {"tensorwise": 1, "rowwise": width, "blockwise": width * padded // TILE}[self.fp8.scaling]
+        scales = {"tensor": 1, "row": width, "tile": width * padded // TILE, "block": 0}[self.fp8.inputs]
         return padded * width + 4 * scales
 
     @property

@@ -36,7 +36,7 @@ def reads_source(linear: nn.Linear | None) -> bool:
     """Return True if a layer casts its input from what makes it: compiled, where the input is then never computed."""
     if not torch.compiler.is_compiling() or type(linear) is not Fp8Linear or not linear.training:
         return False
-    if linear.fp8 is None or not linear.fp8.recipe.wgrad:  # without, the input itself is saved
+    if linear.fp8 is None or not linear.fp8.reads_source:
         return False
     return not torch.is_autocast_enabled(linear.weight.device.type)
 

@@ -24,7 +24,7 @@ from ..config.dense_stack import OWN_ACTIVATION, MLPSlice
 from ..config.extensions import ExtensionError, load_extension
 from ..config.stack import StackSlice
 from ..memory.recompute import RecomputableModule, run_with_recomputed_input
-from ..parallel.fp8 import Fp8Product
+from ..parallel.fp8 import Fp8Product, TEProduct
 from ..parallel.linear import column_traffic, row_traffic
 from ..parallel.traffic import Collective
 from .cost import Matrix, PartMemory, SavedTensors, StackInputs, Weights
@@ -126,7 +126,9 @@ class MLP(RecomputableModule):
         up, down = self.up, self.down
         if not self.training or type(up) is not Fp8Linear or type(down) is not Fp8Linear:
             return False
-        if up.fp8 is None or down.fp8 is None or not (norm is None or torch.compiler.is_compiling()):
+        if up.fp8 is None or isinstance(up.fp8, TEProduct) or down.fp8 is None:
+            return False
+        if not (norm is None or torch.compiler.is_compiling()):
             return False
         plain = up.bias is None and self.inner_norm is None and not self.dropout and down.weight.requires_grad
         return plain and self.gated and can_fuse_gated_mlp(up.fp8.recipe, down.in_features, self.nonlinearity)
@@ -240,7 +242,9 @@ def is_fp8_function(stack: StackSlice, width: int, *, compiled: bool, split: boo
     mlp, fp8 = stack.mlp, stack.fp8
     modules = frozenset[str]() if stack.recompute is None else stack.recompute.modules
     repeats_norm = not compiled and "norm" in modules
-    if fp8 is None or split or not mlp.gated or mlp.bias or mlp.dropout or stack.block == "normformer" or repeats_norm:
+    if fp8 is None or fp8.uses_transformer_engine or split or not mlp.gated or mlp.bias or mlp.dropout:
+        return False
+    if stack.block == "normformer" or repeats_norm:
         return False
     return can_fuse_gated_mlp(fp8.recipe, width, mlp.nonlinearity)
 

@@ -237,7 +237,7 @@ class _SumSharedGradient(torch.autograd.Function):
 
 
 def sum_shared_gradient(vector: Tensor, shared: Sequence[SharedRows], ranks: TensorParallel) -> Tensor:
-    """Return a parameter (rows,) whose gradient is summed over the ranks that share some of its rows."""
+    """Return a parameter (rows, ...) whose gradient is summed over the ranks that share some of its rows."""
     if not shared:
         return vector
     return _SumSharedGradient.apply(vector, ranks.rank, ranks.size, ranks.group, shared)  # pyright: ignore[reportReturnType]

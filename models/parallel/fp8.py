@@ -15,11 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...kernels.fp8.delayed_scaling import DelayedScales
 from ...kernels.fp8.linear import fp8_linear
 from ...kernels.fp8.operands import DTYPES, Quantized, Source, dequantize
 from ...kernels.fp8.quantize import quantize
 from ...kernels.fp8.recipe import Fp8Recipe
 from ...kernels.fp8.scaled_matmul import scaled_matmul
+from ...kernels.fp8.te_linear import runs_on, te_cast_weight, te_linear
 from ...kernels.fp8.weight_cast import WeightCast, backward_cast, cast_tensors, cast_weight, forward_cast
 from .collectives import (
     SharedRows,
@@ -65,6 +67,11 @@ class Fp8Product:
     weight_reduce: AmaxReduce | None = None
     cast: WeightCast | None = None
 
+    @property
+    def reads_source(self) -> bool:
+        """True if it casts inputs from what makes them; not without fp8 weight gradients, which save the inputs."""
+        return self.recipe.wgrad
+
     def linear(self, inputs: Tensor, weight: Tensor, bias: Tensor | None, source: Source | None = None) -> Tensor:
         """Return `F.linear(inputs, weight, bias)`; `source` as in `fp8_linear`."""
         return fp8_linear(
@@ -77,6 +84,11 @@ class Fp8Product:
             weight_reduce=self.weight_reduce,
             source=source,
         )
+
+    @property
+    def is_cast_current(self) -> bool:
+        """True if there is a cast of a weight that does not change."""
+        return self.cast is not None
 
     @torch.no_grad()
     def cast_weight(self, weight: Tensor) -> None:
@@ -96,6 +108,61 @@ class Fp8Product:
         if self.cast is None or weight.dtype not in DTYPES.values():
             return weight
         return dequantize(self.cast.rows).to(dtype)
+
+
+@dataclass
+class TEProduct(Fp8Product):
+    """A product through TransformerEngine; by stoker's kernels on a CPU, which has no delayed scaling.
+
+    Attributes:
+        scales: state of delayed scaling of the module, once the model is on its device.
+        te_cast: as `cast`, in TransformerEngine's layout.
+    """
+
+    scales: DelayedScales | None = None
+    te_cast: Any = None
+
+    @property
+    def reads_source(self) -> bool:
+        """False: TransformerEngine casts the inputs themselves."""
+        return False
+
+    def linear(self, inputs: Tensor, weight: Tensor, bias: Tensor | None, source: Source | None = None) -> Tensor:
+        """Return `F.linear(inputs, weight, bias)`."""
+        if not runs_on(inputs):
+            return super().linear(inputs, weight, bias, source)
+        reduces = {"reduce": self.reduce, "weight_reduce": self.weight_reduce}
+        return te_linear(inputs, weight, bias, self.recipe, scales=self.scales, cast=self.te_cast, **reduces)
+
+    @torch.no_grad()
+    def cast_weight(self, weight: Tensor) -> None:
+        """Cast the weight anew into the memory of the casts before."""
+        if not runs_on(weight):
+            super().cast_weight(weight)
+        else:
+            self.te_cast = te_cast_weight(weight, self.recipe, self.scales, self.weight_reduce, out=self.te_cast)
+
+    @property
+    def is_cast_current(self) -> bool:
+        """True if there is a cast of a weight that does not change; delayed scales do."""
+        return self.recipe.scaling != "delayed" and (self.te_cast is not None or super().is_cast_current)
+
+
+class _ColumnInput(torch.autograd.Function):
+    """The input of a column-parallel layer: gathered over its tokens, or as it is; its gradients are summed."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, size: int, group: str, gathers: bool) -> Tensor:
+        ctx.size, ctx.group, ctx.gathers, ctx.shape = size, group, gathers, hidden.shape
+        return _wait(gather_tokens(hidden, size, group))[None] if gathers else hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.gathers:
+            gradient = _wait(scatter_tokens(gradients[0], ctx.size, ctx.group))
+        else:
+            gradient = _wait(_ops.all_reduce(gradients[0].contiguous(), "sum", ctx.group))
+        return gradient.view(ctx.shape), None, None, None
 
 
 class _Fp8ColumnLinear(torch.autograd.Function):
@@ -225,6 +292,10 @@ def fp8_column_linear(
 ) -> Tensor:
     """Return `collectives.column_linear`, with all products in fp8; arguments as there."""
     hidden, bias = autocast(hidden, bias)  # type: ignore[assignment]
+    if isinstance(product, TEProduct) and runs_on(hidden):
+        whole: Any = _ColumnInput.apply(hidden, ranks.size, ranks.group, gathers)
+        output = product.linear(whole, sum_shared_gradient(weight, shared, ranks), None)
+        return output if bias is None else output + sum_shared_gradient(bias, shared, ranks)
     place = ranks.rank, ranks.size, ranks.group
     output = _Fp8ColumnLinear.apply(hidden, weight, *cast_tensors(product.cast), product, *place, gathers, shared)
     assert isinstance(output, Tensor)

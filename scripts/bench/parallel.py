@@ -110,7 +110,11 @@ CASES = {
     "cp_a2a": _context("a2a"),
     "cp_a2a_p2p": _context("a2a+p2p"),
 }
-STOKER = {"stoker": "stoker", "stoker_zero1": "stoker, distributed optimizer"}
+STOKER = {
+    "stoker": "stoker",
+    "stoker_zero1": "stoker, distributed optimizer",
+    "stoker_graph": "stoker, micro batches as CUDA graphs",
+}
 PEERS = {"torchtitan": "torchtitan", "megatron": "Megatron-core, distributed optimizer"}
 NEEDS = {"torchtitan": ("torchtitan",), "megatron": ("megatron", "transformer_engine")}
 """Packages of the peers; Megatron-core's sequence and context parallelism need TransformerEngine."""
@@ -125,6 +129,8 @@ def contenders(name: str, devices: int) -> list[str]:
     found = ["stoker", "torchtitan", "megatron"]
     if case.axis == "data" and case.work is GPT and devices > 1:
         found.insert(1, "stoker_zero1")
+    if case.axis == "tensor" and devices > 1:
+        found.insert(1, "stoker_graph")
     if case.exchange.startswith("a2a"):
         found.remove("torchtitan")  # has no all-to-all over heads
     return found
@@ -156,6 +162,7 @@ def overrides(name: str, case: Case, devices: int, *, dry: bool) -> list[str]:
     keys += FSDP if name == "stoker" and case.axis in ("data", "expert") else []
     if case.axis == "tensor":
         keys += [f"model.tensor_model_parallel_size={devices}", "model.sequence_parallel=true"]
+        keys += ["model.enable_cuda_graph=true"] if name == "stoker_graph" and not dry else []
     if case.axis == "context":
         keys += [f"model.context_parallel_size={devices}", f"model.cp_comm_type={case.exchange}"]
     if case.exchange == "a2a+p2p":
@@ -317,7 +324,7 @@ def _line(found: Speeds, rows: list[Row], case: str, devices: int, name: str) ->
         return f"{start}{own[-1]['refused'] if own else 'not run'} | | | | |\n"
     speed = statistics.median(row["tokens_per_second"] for row in ran)
     peak = statistics.median(row["peak_gib"] for row in ran)
-    contender = "stoker" if name == "stoker_zero1" else name
+    contender = "stoker" if name in STOKER else name
     of_single = ratio(found, (case, devices, name), (CASES[case].base, 1, contender))
     ideal = f"{of_single / devices:.3f}" if of_single and devices > 1 else ""
     by = ratio(found, (case, devices, "stoker"), (case, devices, name)) if name in PEERS else None

@@ -2,8 +2,8 @@
 
 torchtitan 0.2: its `Trainer` with compiled layers; fp32 weights, bf16 under FSDP or autocast, and pure bf16 under
 tensor parallelism, where it has no mixed precision. Megatron-core: TransformerEngine layers, bf16 with fp32 main
-weights, the distributed optimizer, gradients and weights exchanged behind the passes. Both draw random tokens on the
-device. `Step` is a whole optimizer step.
+weights, the distributed optimizer, gradients and weights exchanged behind the passes. Both draw random tokens.
+`Step` is a whole optimizer step.
 """
 
 # pyright: reportMissingImports=false
@@ -46,9 +46,9 @@ def micro_batches(case: Case, devices: int) -> int:
     return case.samples_per_step(devices) // case.work.micro_batch // ranks
 
 
-def draw(case: Case, length: int) -> tuple[Tensor, Tensor]:
+def draw(case: Case, length: int, device: str = "cuda") -> tuple[Tensor, Tensor]:
     """Return random tokens and labels of a micro batch, int64 (B, length) each, from the seed of `work`."""
-    drawn = torch.randint(0, VOCABULARY, (case.work.micro_batch, length + 1), device="cuda")
+    drawn = torch.randint(0, VOCABULARY, (case.work.micro_batch, length + 1), device=device)
     return drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous()
 
 
@@ -109,7 +109,7 @@ def torchtitan(case: Case, devices: int) -> Step:
 
     def batches() -> Iterator[tuple[dict[str, Tensor], Tensor]]:
         while True:
-            tokens, labels = draw(case, case.work.sequence)
+            tokens, labels = draw(case, case.work.sequence, "cpu")  # where it counts the labels
             yield {"input": tokens}, labels
 
     feed = batches()

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch.multiprocessing.spawn import ProcessRaisedException
 
 STOKER = "stoker"
 PACKAGES = ("transformers", "peft", "liger_kernel")
@@ -120,7 +121,10 @@ def print_row(name: str, measure: Callable[[], Row]) -> None:
 
 def _reason(error: BaseException) -> str:
     """Return a short reason for a failure."""
-    text = " ".join(f"{type(error).__name__}: {error}".split())
+    message = str(error).strip()
+    if isinstance(error, ProcessRaisedException):  # whose message is the traceback of a rank
+        message = message.splitlines()[-1]
+    text = " ".join(f"{type(error).__name__}: {message}".split())
     return "out of memory" if "out of memory" in text.lower() else text[:200].replace("|", "/")
 
 

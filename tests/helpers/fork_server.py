@@ -1,7 +1,8 @@
 """Fork server for tests: a process that has imported torch and Lightning and forks a child for each call.
 
 Importing torch and Lightning takes longer than most of these calls. Tests use `ForkServer` through the fixtures
-`forks` and `compilers`.
+`forks` and `compilers`. Where no call uses a GPU, the server of `forks` is itself forked from
+pytest, which has imported everything.
 """
 
 from __future__ import annotations
@@ -15,15 +16,16 @@ import subprocess
 import sys
 import tempfile
 import traceback
+import warnings
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 SECONDS = 1800
 """Timeout of a call."""
 
 
 class ForkServer:
-    """Client of a fork server, which is started at the first call.
+    """Client of a fork server, which is started at the first call, or forked before that.
 
     Args:
         imported: module the server imports at its start.
@@ -33,7 +35,44 @@ class ForkServer:
     def __init__(self, imported: str = "stoker.trainer.train", **environment: str) -> None:
         self._imported = imported
         self._environment = environment
-        self._process: subprocess.Popen[str] | None = None
+        self._pid = 0
+        self._calls: IO[str]
+        self._answers: IO[str]
+
+    def fork(self) -> None:
+        """Fork the server from this process, before any test has started a thread, if all is imported here already."""
+        if self._imported not in sys.modules:
+            return
+        (its_calls, calls), (answers, its_answers) = os.pipe(), os.pipe()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of the threads of pytest-xdist, which no call uses
+            self._pid = os.fork()
+        if self._pid == 0:
+            os.close(calls)  # the end of pytest, however it comes, ends the server
+            os.close(answers)
+            sys.stdin, sys.stdout, sys.stderr = sys.__stdin__, sys.__stdout__, sys.__stderr__
+            warnings.resetwarnings()
+            try:
+                with os.fdopen(its_calls) as reader, os.fdopen(its_answers, "w") as writer:
+                    _serve(reader, writer)
+            finally:
+                os._exit(0)
+        os.close(its_calls)
+        os.close(its_answers)
+        self._calls, self._answers = os.fdopen(calls, "w"), os.fdopen(answers)
+
+    def _start(self) -> None:
+        process = subprocess.Popen(
+            [sys.executable, __file__, self._imported],
+            env=os.environ | self._environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.returncode = 0  # `close` waits for it
+        self._pid, self._calls, self._answers = process.pid, process.stdin, process.stdout
 
     def call(self, module: str, function: str, *arguments: Any) -> Any:
         """Call a function in a new child process and return its result.
@@ -43,27 +82,20 @@ class ForkServer:
             function: name of the function.
             arguments: JSON-serializable; so is the result.
         """
-        if self._process is None:
-            self._process = subprocess.Popen(
-                [sys.executable, __file__, self._imported],
-                env=os.environ | self._environment,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-            )
-        process = self._process
-        assert process.stdin is not None
-        assert process.stdout is not None
-        print(json.dumps([module, function, arguments]), file=process.stdin, flush=True)
-        answer = json.loads(process.stdout.readline() or '{"failed": "the process is gone"}')
+        if self._pid == 0:
+            self._start()
+        print(json.dumps([module, function, arguments]), file=self._calls, flush=True)
+        answer = json.loads(self._answers.readline() or '{"failed": "the process is gone"}')
         assert "failed" not in answer, f"{module}.{function}{arguments}: {answer['failed']}"
         return answer["result"]
 
     def close(self) -> None:
         """Kill the server, which has no state to clean up."""
-        if self._process is not None:
-            self._process.kill()
-            self._process.communicate()
+        if self._pid:
+            os.kill(self._pid, signal.SIGKILL)
+            os.waitpid(self._pid, 0)
+            self._calls.close()
+            self._answers.close()
 
 
 # ---------------------------------------------------------------- the script
@@ -95,10 +127,9 @@ def imported(modules: list[str]) -> tuple[list[str], bool]:
     return found, bool(RequirementCache("matplotlib"))
 
 
-def main() -> None:
+def _serve(calls: IO[str], answers: IO[str]) -> None:
     """Read calls, one per line, and answer each with its result or with the exit code of its process."""
-    importlib.import_module(sys.argv[1])  # once, before any fork
-    for line in sys.stdin:
+    for line in calls:
         module, function, arguments = json.loads(line)
         with tempfile.TemporaryFile() as file:
             pid = os.fork()
@@ -109,8 +140,9 @@ def main() -> None:
                 os.killpg(pid, signal.SIGKILL)  # processes that the call left behind
             file.seek(0)
             answer = {"failed": f"exit code {code}"} if code else {"result": json.loads(file.read())}
-        print(json.dumps(answer), flush=True)
+        print(json.dumps(answer), file=answers, flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    importlib.import_module(sys.argv[1])  # once, before any fork
+    _serve(sys.stdin, sys.stdout)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import traceback
@@ -22,6 +23,7 @@ def fork_ranks(directory: str, size: int, function: Callable[[int], Any]) -> lis
     for rank in range(size):
         pid = os.fork()
         if pid == 0:
+            gc.freeze()  # a store that pytest has not collected yet would wait for its thread, which is not forked
             code = 1
             try:
                 results[rank].write_text(json.dumps(function(rank)))

@@ -21,6 +21,7 @@ from stoker.kernels.attention.backends.unfused import UnfusedAttention
 from stoker.kernels.attention.call_spec import AttentionCall, InstalledSoftware
 from stoker.kernels.attention.dispatch import select_backend
 from stoker.kernels.attention.flags import AttentionFlags
+from stoker.kernels.fp8.delayed_scaling import DelayedScaling
 from stoker.models.config.stack import StackKeys
 from stoker.models.gpt import GPT
 from stoker.models.layer import Layer
@@ -92,6 +93,25 @@ def gradients(harness: ConfigHarness, changes: Changes) -> Any:
     lightning_module.seed_generators(lightning_module.micro_batch_seed(harness.root(changes).model.seed, 0, 0), CPU)
     model.loss(tokens, tokens, 1.0).backward()
     return {name: fingerprint(value.grad) for name, value in model.named_parameters() if value.grad is not None}
+
+
+def delayed_scales(harness: ConfigHarness, changes: Changes) -> Any:
+    """Scale of an input after each of three steps with smaller amaxes, in delayed scaling."""
+    stack = resolve_run(harness.root(changes)).family.stacks[0]
+    assert stack.fp8 is not None
+    state = DelayedScaling(["layer"], stack.fp8.recipe, CPU)
+    found: list[float] = []
+    for step, amax in enumerate((4.0, 1.0, 2.0)):
+        state.scales(0).amax[0] = amax
+        state.update(step)
+        found.append(float(state.scale[0]))
+    return found
+
+
+def fp8_casts(harness: ConfigHarness, changes: Changes) -> Any:
+    """Gradients of one micro batch; scales of delayed scaling, which no CPU has."""
+    delayed = harness.root(changes).model.fp8_recipe == "delayed"
+    return (delayed_scales if delayed else gradients)(harness, changes)
 
 
 def flops(harness: ConfigHarness, changes: Changes) -> Any:

@@ -98,7 +98,7 @@ def test_every_family_trains_to_the_same_bits(tmp_path, family):
 
 
 @pytest.mark.parametrize(
-    "precision", ["bf16", "bf16-mixed", "16-mixed", *extra("bf16-true", "64-true", "16", "16-true")]
+    "precision", ["bf16", "16-mixed", *extra("bf16-mixed", "bf16-true", "64-true", "16", "16-true")]
 )
 def test_precisions_are_those_of_the_configuration(tmp_path, precision):
     own = ("model.hidden_size=64", "model.native_amp_init_scale=1048576")
@@ -163,6 +163,11 @@ def test_batches_of_a_loader_of_ones_own_have_their_own_mean():
         (["trainer.precision=16"], {"precision": "16-true"}, "set trainer.precision=16-true"),
         ([], {"gradient_clip_val": 1.0, "gradient_clip_algorithm": "value"}, "use 'norm'"),
         (["model.rampup_batch_size=[2,2,8]"], {}, "`model.rampup_batch_size` ([2, 2, 8]) needs"),
+        (
+            ["model.fp8=True", "model.transformer_engine=True"],
+            {},
+            "`model.fp8_recipe` (delayed) needs the loop of stoker, which updates and saves its scales",
+        ),
         (["exp_manager.ema.enable=True"], {}, "`exp_manager.ema.enable` (True) needs the loop of stoker"),
         (["model.context_parallel_size=2", "trainer.devices=2"], {}, "`model.context_parallel_size` (2) needs"),
     ],

@@ -23,7 +23,12 @@ from stoker.models.config.fp8 import Fp8Slice, check_fp8
             "(24 on each of 2 tensor-parallel ranks) must be a multiple of 16",
         ),
         (["trainer.accelerator=gpu", "trainer.precision=32"], "trainer.precision", "must be bf16 with `fp8` (True)"),
-        (["model.fp8_recipe=delayed"], "model.fp8_recipe", "not yet: delayed scaling needs TransformerEngine's"),
+        (["model.fp8_recipe=delayed"], "model.fp8_recipe", "needs `transformer_engine` (True)"),
+        (
+            ["model.transformer_engine=true", "model.reduce_amax=false", "trainer.devices=2"],
+            "model.reduce_amax",
+            "must be True with `fp8_recipe` (delayed) on 2 ranks",
+        ),
         (["model.fp8_recipe=mxfp8"], "model.fp8_recipe", "need a Blackwell GPU"),
         (
             ["model.fp8_params=true"],
@@ -65,6 +70,7 @@ def test_a_cpu_emulates_any_precision(accelerator: str) -> None:
     ("device", "capability", "dtype", "scaling", "says"),
     [
         ("mps", None, "bf16", "tensorwise", "must be False on mps"),
+        ("cpu", None, "fp32", "delayed", "needs a GPU for TransformerEngine, and this is cpu; use fp8_recipe=tensorw"),
         ("cuda", (8, 0), "bf16", "tensorwise", "8.9 or later (Ada, Hopper, Blackwell), and this one has 8.0"),
         ("cuda", (9, 0), "fp16", "tensorwise", "use trainer.precision=bf16"),
         ("cuda", (10, 0), "bf16", "blockwise", "use fp8_recipe=rowwise"),
@@ -83,6 +89,7 @@ def test_what_a_device_lacks(device, capability, dtype, scaling, says) -> None:
         ("cuda", (8, 9), "rowwise"),
         ("cuda", (9, 0), "blockwise"),
         ("cuda", (12, 0), "rowwise"),
+        ("cuda", (8, 9), "delayed"),
     ],
 )
 def test_what_a_device_has(device, capability, scaling) -> None:

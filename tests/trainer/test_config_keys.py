@@ -97,7 +97,7 @@ def test_fp8_is_no_precision_of_the_trainer(value: str) -> None:
         "model.bias_gelu_fusion=False",
         "trainer.benchmark=True",
         "model.attention_softmax_in_fp32=True",
-        "model.fp8_amax_history_len=1024",
+        "model.use_te_rng_tracker=True",
         "model.gc_interval=100",
     ],
 )
@@ -157,7 +157,7 @@ def test_what_is_off_loads(overrides: list[str]) -> None:
 @looped(
     "override",
     [
-        "model.fp8_recipe=delayed",
+        "model.fp8_recipe=mxfp8",
         "model.data.add_fim=True",
         "trainer.limit_predict_batches=1",
         "exp_manager.checkpoint_callback_params.every_n_epochs=1",

@@ -211,7 +211,7 @@ def problem_keys(*overrides: str) -> list[str]:
 def test_missing_value_of_any_key_is_told_alone_or_needless(preset: str) -> None:
     family = preset.partition("_")[0]
     keys = [path for path, key in schema_keys(family).items() if not key.is_open and path != "model.family"]
-    told = {path: problem_keys(f"model={preset}", "data=mock", f"{path}='???'") for path in cases(keys, fast=15)}
+    told = {path: problem_keys(f"model={preset}", "data=mock", f"{path}='???'") for path in cases(keys, fast=20)}
     assert all(found in ([path], []) for path, found in told.items()), told
     needless = [path for path, found in told.items() if not found]
     assert 0 < len(needless) < len(keys) / 2

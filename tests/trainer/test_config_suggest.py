@@ -98,7 +98,7 @@ def check_routes(rounds: int, share: float, tmp_path: Path) -> None:
 
 
 def test_typos_are_refused_on_every_route(tmp_path: Path) -> None:
-    check_routes(1, 0.006, tmp_path)
+    check_routes(1, 0.01, tmp_path)
 
 
 @full_only

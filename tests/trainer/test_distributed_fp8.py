@@ -10,7 +10,7 @@ import torch
 from distributed_runs import DistributedRuns, tensors
 from test_distributed_parity import LAYOUTS, NO_BIAS, check_equal
 from test_distributed_tensor_parallel import CONTEXT, EXPERT, SEQUENCE, TENSOR
-from tiers import full_only
+from tiers import extra, full_only
 from tiny_run import final_hashes, tiny_config
 
 from stoker.trainer.train import run_training
@@ -49,6 +49,25 @@ def test_ranks_equal_one_process(runs: DistributedRuns, name: str) -> None:
     alone = runs.run(f"alone-{'moe' if model == MOE else 'context' if name == 'context' else 'dense'}", **model)
     together = runs.run(name.replace(", ", "-"), ranks, **model, **{k: v for k, v in layout.items() if k not in model})
     check_equal(together, alone)
+
+
+DELAYED = FP8 | {"model__transformer_engine": True, "registers": "installed_fake_te"}
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        ("ddp", LAYOUTS["ddp"]),
+        *extra(("full", LAYOUTS["full"]), ("sequence", SEQUENCE), ("pipeline", PIPELINE)),
+        *extra(("context", CONTEXT | {"model__attention_dropout": 0.0})),
+    ],
+)
+def test_delayed_scales_of_ranks_are_those_of_one_process(runs: DistributedRuns, name: str, layout: Any) -> None:
+    """Weights, optimizer and scales, through the fake TransformerEngine: amaxes of all micro batches of all ranks."""
+    model = DELAYED | {key: value for key, value in layout.items() if "dropout" in key}
+    alone = runs.run(f"delayed-alone-{name if name == 'context' else 'dense'}", **model)
+    together = runs.run(f"delayed-{name}", 2, **model, **{k: v for k, v in layout.items() if k not in model})
+    check_equal(together, alone, kinds=("model", "optimizer", "scales"))
 
 
 @full_only

@@ -13,6 +13,7 @@ FP16 = NO_BIAS | {
     "trainer__precision": "16",
     "trainer__max_steps": 4,
     "trainer__val_check_interval": 4,
+    "model__global_batch_size": 8,
     "model__num_attention_heads": 4,
     "model__native_amp_init_scale": 1024,
     "model__native_amp_growth_interval": 2,

@@ -59,6 +59,7 @@ from key_observables import (
     compiled,
     consumed,
     data,
+    delayed_scales,
     expert_implementation,
     files,
     first_batch,
@@ -123,6 +124,7 @@ class Row:
 
 
 FP8: Changes = {MODEL + "fp8": True, MODEL + "num_layers": 3}
+DELAYED: Changes = FP8 | {MODEL + "fp8_recipe": "delayed", MODEL + "transformer_engine": True}
 FP16 = {TRAINER + "precision": 16, TRAINER + "max_steps": 3}
 ROWS = [
     Row(RECOMPUTE + "granularity", None, kept, WHOLE, before="full"),
@@ -275,6 +277,8 @@ ROWS = [
     Row(MODEL + "fp8_e4m3", True, gradients, FP8),
     Row(MODEL + "fp8_margin", 8, gradients, FP8),
     Row(MODEL + "fp8_wgrad", False, gradients, FP8),
+    Row(MODEL + "fp8_interval", 2, delayed_scales, DELAYED),
+    Row(MODEL + "fp8_amax_history_len", 1, delayed_scales, DELAYED),
     Row(MODEL + "first_last_layers_bf16", True, gradients, FP8),
     Row(MODEL + "num_layers_at_start_in_bf16", 0, gradients, {**FP8, MODEL + "first_last_layers_bf16": True}),
     Row(MODEL + "num_layers_at_end_in_bf16", 0, gradients, {**FP8, MODEL + "first_last_layers_bf16": True}),

@@ -29,9 +29,11 @@ from key_observables import (
     activation,
     arithmetic,
     checkpoint_metric,
+    delayed_scales,
     device,
     exchange_of_tokens,
     family_shapes,
+    fp8_casts,
     gradient_reduce_dtype,
     gradients,
     hopper_backend,
@@ -92,7 +94,10 @@ VALUES = {
     MODEL + "family": Values(family_shapes, {}),
     RECOMPUTE + "granularity": Values(kept, {}, WHOLE),
     RECOMPUTE + "method": Values(kept, {}, WHOLE),
-    MODEL + "fp8_recipe": Values(gradients, {}, {MODEL + "fp8": True}),
+    MODEL + "fp8_amax_compute_algo": Values(
+        delayed_scales, {}, {MODEL + name: True for name in ("fp8", "transformer_engine")}
+    ),
+    MODEL + "fp8_recipe": Values(fp8_casts, {}, {MODEL + "fp8": True}),
     MODEL + "transformer_block_type": Values(logits, {}),
     MODEL + "normalization": Values(normalization, {}),
     MODEL + "activation": Values(activation, {f"fast-{name}": name for name in ("geglu", "swiglu", "reglu")}),

@@ -14,6 +14,7 @@ from stoker.trainer.config.resolved_run import resolve_run
 from stoker.trainer.config.run_config import RunConfig
 from stoker.trainer.config.schema.root import RootBlock
 from stoker.trainer.core import training_loop
+from stoker.trainer.device.cuda_graph_support import cuda_graph_unsupported_reason
 from stoker.trainer.lightning.cuda_graph import WARM_UP_MICRO_BATCHES, CapturedGraph, CapturedMicroBatches, capture
 from stoker.trainer.train import run_training
 from stoker.trainer.utils.errors import UserError
@@ -161,6 +162,31 @@ def test_what_cannot_be_recorded_is_refused_before_anything_is_built(tmp_path, d
         uses_cuda_graph(yes, torch.device(device), processes)
     assert not uses_cuda_graph(perhaps, torch.device(device), processes)
     assert [uses_cuda_graph(root, torch.device("cuda"), 1) for root in (yes, perhaps, no)] == [True, True, False]
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({}, None),
+        ({"model__sequence_parallel": True}, None),
+        ({"model__sequence_parallel": True, "model__ub_tp_comm_overlap": True}, "ub_tp_comm_overlap"),
+        ({"model__num_moe_experts": 4, "model__expert_model_parallel_size": 2}, "expert_model_parallel_size"),
+        ({"model__context_parallel_size": 2, "trainer__devices": 4}, "4 processes"),
+        ({"trainer__devices": 4}, "4 processes"),
+    ],
+)
+def test_the_communication_of_tensor_parallel_ranks_alone_is_captured(tmp_path, capsys, settings, says):
+    more = {"trainer__devices": 2, "model__tensor_model_parallel_size": 2, "model__micro_batch_size": 1, **settings}
+    for wish in (True, None):
+        config = tiny_config(tmp_path, trainer__accelerator="auto", model__enable_cuda_graph=wish, **more)
+        run = resolve_run(config.root, world_size=more["trainer__devices"])
+        reason = cuda_graph_unsupported_reason(run, torch.device("cuda"))
+        expected = says or (None if wish else "only if it is True")
+        assert reason is None if expected is None else expected in str(reason)
+    words = [f"{name.replace('__', '.')}={value}" for name, value in more.items()]
+    code = main(["config", "model=gpt_tiny", "trainer=gpu", "model.enable_cuda_graph=True", *words])
+    assert code == (0 if says is None else 2)
+    assert ("fix: model.enable_cuda_graph=False" in capsys.readouterr().err) == (says is not None)
 
 
 EXPERTS = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_aux_loss_coeff": 0.01}

@@ -377,6 +377,19 @@ def test_fp8_names_each_matrix_with_its_reason(capsys: pytest.CaptureFixture[str
     assert {"head", "token_embedding"} <= {name for name, is_fp8 in found if not is_fp8}
 
 
+def test_fp8_says_what_runs_through_transformer_engine(capsys: pytest.CaptureFixture[str]) -> None:
+    te = ["explain", "fp8", "experiment=moe_bench", "model.fp8=true", "model.transformer_engine=true"]
+    assert main([*te, "--arch", "sm90"]) == 0
+    found = capsys.readouterr().out
+    assert "qkv  layers 0-15: delayed scaling, e4m3, gradients e5m2, TransformerEngine (cuBLAS)\n" in found
+    assert "mlp.experts  layers 0-15: tensorwise scaling, e4m3, gradients e5m2, Triton\n" in found
+    assert main([*te, "model.fp8_recipe=rowwise", "--arch", "sm90"]) == 0
+    own = "torch's scaled matmul (cuBLAS); TransformerEngine has no rowwise scaling\n"
+    assert f"qkv  layers 0-15: rowwise scaling, e4m3, gradients e5m2, {own}" in capsys.readouterr().out
+    assert main([*te, "--arch", "cpu"]) == 2
+    assert "`fp8_recipe` (delayed) needs a GPU for TransformerEngine, and this is cpu" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [

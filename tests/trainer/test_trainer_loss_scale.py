@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from distributed_runs import Overflow, difference
-from tiers import extra
+from tiers import TIER, extra
 from tiny_run import tiny_config
 
 from stoker.models.gpt import GPT
@@ -197,9 +197,9 @@ def test_a_planted_overflow_changes_nothing_and_a_scale_at_its_minimum_ends_the_
 
 @pytest.mark.parametrize("precision", ["16", *extra("16-mixed", "16-true")])
 def test_fp16_trains_close_to_fp32(tmp_path, precision):
-    losses = {}
+    losses, steps = {}, 20 if TIER == "fast" else 40
     for name, changes in ((precision, {"model__native_amp_init_scale": 65536}), (32, {})):
-        quiet = {"trainer__val_check_interval": 40, "trainer__max_steps": 40, "trainer__log_every_n_steps": 1}
+        quiet = {"trainer__val_check_interval": steps, "trainer__max_steps": steps, "trainer__log_every_n_steps": 1}
         params = {"exp_manager__checkpoint_callback_params": {"save_top_k": 0, "save_last": False}}
         model = {"model__data": {"data_impl": "mock"}, "model__optim": {"lr": 1e-3, "sched": {"warmup_steps": 2}}}
         run_training(tiny_config(tmp_path / str(name), trainer__precision=name, **quiet, **params, **model, **changes))

@@ -5,13 +5,16 @@ import json
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from tiers import full_only
 from tiny_run import tiny_config, tiny_document
+from torch.autograd import DeviceType  # pyright: ignore[reportPrivateImportUsage]
 
 from stoker.trainer.callbacks import profiler as profiling
+from stoker.trainer.callbacks.device_gaps import DeviceWork, device_gaps, device_work
 from stoker.trainer.callbacks.profiler import (
     MemorySnapshotRecorder,
     PhaseTimer,
@@ -53,6 +56,32 @@ def test_a_trace_holds_its_steps_and_no_others(tmp_path):
     assert said[0] == f"trace {tmp_path}/trace-steps-3-4.json.gz"
     assert any(line.startswith("aten::") for line in said)
     assert (tmp_path / "operations-steps-3-4.txt").read_text().splitlines() == said[1:]
+
+
+def test_gaps_are_where_no_stream_of_the_device_works():
+    copy, gemm, sum_, norm = (
+        DeviceWork("copy", 0, 3000), DeviceWork("gemm", 1000, 2000),
+        DeviceWork("sum", 2500, 4000), DeviceWork("norm", 9000, 10000),
+    )  # fmt: skip
+    assert device_gaps([norm, gemm, copy, sum_, DeviceWork("last", 10500, 11000)], longest=1) == [
+        "device: busy 5.50 of 11.00 ms; idle 5.50 ms in 2 gaps",
+        "  5.00 ms between sum and norm",
+    ]
+    assert device_gaps([]) == []
+
+
+def test_work_of_the_device_is_neither_that_of_the_host_nor_a_mark():
+    def event(name, device, mark=False):
+        parts = {"name": name, "device_type": device, "is_user_annotation": mark, "start_ns": 5000, "duration_ns": 2000}
+        return SimpleNamespace(**{key: lambda value=value: value for key, value in parts.items()})
+
+    cuda, cpu = DeviceType.CUDA, DeviceType.CPU
+    events = [event("aten::mm", cpu), event("gemm", cuda), event("step 3", cuda, mark=True)]
+    assert device_work(events) == [DeviceWork("gemm", 5.0, 7.0)]
+    with torch.profiler.profile() as profile:
+        mark(1)
+    results: Any = profile.profiler
+    assert device_work(results.kineto_results.events()) == []
 
 
 def test_files_are_named_by_the_steps_of_the_run(tmp_path):

@@ -34,8 +34,8 @@ def test_the_table_of_modules_sums_up(model):
             ["model.fp8=true", "model.micro_batch_size=1"],
             [
                 "fp8 in training: tensorwise scaling, e4m3, gradients e5m2 (delayed scaling, NeMo's default, needs "
-                "TransformerEngine), 16 linear layers, emulated on a CPU, slowly; weights are cast once a step; "
-                "validation multiplies in fp32"
+                "`transformer_engine: True`), 16 linear layers, emulated on a CPU, slowly; weights are cast once a "
+                "step; validation multiplies in fp32"
             ],
         ),
         (

@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from pytorch_lightning.strategies import ModelParallelStrategy
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -31,7 +30,7 @@ from ..distributed.data_parallel import DataParallel
 from ..distributed.mesh import Mesh, build_mesh
 from ..distributed.process_group import DistributedContext
 from ..lightning.expert_balance import ExpertBalancer, build_expert_balancer
-from ..lightning.lightning_imports import pl
+from ..lightning.lightning_imports import ModelParallelStrategy, pl
 from ..lightning.lightning_module import micro_batch_seed, seed_generators
 from ..optim.base_optimizer import Optimizer
 from ..utils.errors import UserError

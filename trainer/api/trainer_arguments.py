@@ -11,14 +11,18 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from pytorch_lightning.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
-from pytorch_lightning.utilities import rank_zero_warn
 
 from ..config.load import config_from_document
 from ..config.resolved_run import ResolvedRun, resolve_run
 from ..config.run_config import RunConfig
 from ..device.choose_device import compute_capability
-from ..lightning.lightning_imports import pl
+from ..lightning.lightning_imports import (
+    DDPStrategy,
+    ModelParallelStrategy,
+    SingleDeviceStrategy,
+    pl,
+    rank_zero_warn,
+)
 from ..utils.errors import UserError
 
 _PRECISIONS = {"32-true": "32", "64-true": "64"} | {
@@ -140,6 +144,12 @@ def _unsupported(config: RunConfig, trainer: pl.Trainer) -> Iterator[str]:
         )
     if model.enable_cuda_graph:
         yield f"`model.enable_cuda_graph` (True) needs the loop of stoker; {command} model.enable_cuda_graph=null"
+    slices = [stack.fp8 for stack in config.resolved.family.stacks if stack.fp8 is not None]
+    if any(fp8.recipe.scaling == "delayed" for fp8 in slices):
+        yield (
+            "`model.fp8_recipe` (delayed) needs the loop of stoker, which updates and saves its scales; "
+            f"{command} model.fp8_recipe=tensorwise"
+        )
     if config.root.exp_manager.ema.enable:
         yield (
             "`exp_manager.ema.enable` (True) needs the loop of stoker; "

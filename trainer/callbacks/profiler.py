@@ -20,6 +20,7 @@ from ..config.schema.trainer_and_data import MemoryProfileBlock, TrainerBlock
 from ..utils.durable_files import atomic_write, replaced_file
 from ..utils.environment import user_path
 from ..utils.errors import UserError
+from .device_gaps import device_gaps, device_work
 
 _TOP_OPERATIONS = 10
 _NAME_WIDTH = 48
@@ -214,7 +215,8 @@ class _StepRange(Profiler):
 class TraceProfiler(_StepRange):
     """torch.profiler trace of some steps for https://ui.perfetto.dev or chrome://tracing, and a table of operations.
 
-    Writes `trace-steps-F-L.json.gz` and `operations-steps-F-L.txt`, and logs the table.
+    Writes `trace-steps-F-L.json.gz` and `operations-steps-F-L.txt`, the table and the longest gaps between kernels, and
+    logs the latter.
     """
 
     _profile: Any = None
@@ -237,6 +239,7 @@ class TraceProfiler(_StepRange):
         with replaced_file(path) as temporary:
             self._profile.export_chrome_trace(str(temporary))
         lines = operations_table(self._profile.key_averages(), on_device=self.device.type == "cuda")
+        lines += device_gaps(device_work(self._profile.profiler.kineto_results.events()))
         atomic_write(self.directory / f"operations-{steps}.txt", ("\n".join(lines) + "\n").encode())
         self._profile = None
         for line in (f"trace {path}", *lines):

@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from pytorch_lightning import callbacks as lightning
 from torch import Tensor
 
 from ...models.config.extensions import load_extension
+from ..lightning.lightning_imports import callbacks as lightning
 from ..lightning.lightning_imports import pl
 from ..utils.errors import UserError
 

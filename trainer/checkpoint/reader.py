@@ -6,6 +6,7 @@
                                identifies the base weights
         optimizer.safetensors  parameter name + .main (fp32 main weight) and optimizer state, as .exp_avg; absent from
                                converted models, which cannot be resumed
+        scales.safetensors     scales and amaxes of delayed scaling in fp8, by linear layer
         ema.safetensors        exponential moving average of the weights, if enabled
         state.json             step, consumed samples, seed, data fingerprint, validation loss, versions
         config.json            the configuration document
@@ -49,7 +50,7 @@ from .loop_state import LoopState
 from .sharded_safetensors import FullTensors, OverlaidTensors, open_full_tensors, read_shards, shard_files
 
 FORMAT = 1
-WEIGHTS, ADAPTER, OPTIMIZER, EMA_WEIGHTS = "model", "adapter", "optimizer", "ema"
+WEIGHTS, ADAPTER, OPTIMIZER, EMA_WEIGHTS, FP8_SCALES = "model", "adapter", "optimizer", "ema", "scales"
 """Kinds of tensor files."""
 STATE, CONFIG, TOKENIZER, MANIFEST = "state.json", "config.json", "tokenizer.json", "manifest.json"
 
@@ -239,6 +240,22 @@ class Checkpoint:
         """
         self._fill(EMA_WEIGHTS, ema, elsewhere)
 
+    def load_fp8_scales(self, scales: Mapping[str, LocalShard]) -> bool:
+        """Load the state of delayed scaling; other pipeline stages have that of other layers.
+
+        Returns:
+            False if the checkpoint has none.
+
+        Raises:
+            UserError: the tensors do not match; lists the differences.
+        """
+        files = self._tensor_files(FP8_SCALES)
+        if files:
+            with open_full_tensors(files) as saved:
+                elsewhere = saved.specs.keys() - scales.keys()
+            self._fill(FP8_SCALES, scales, elsewhere)
+        return bool(files)
+
     def _averaged_names(self) -> list[str]:
         try:
             with open_full_tensors(self._tensor_files(EMA_WEIGHTS)) as average:
@@ -388,7 +405,9 @@ def read_manifest(checkpoint: Path) -> dict[str, FileRecord]:
     files = document.get("files")
     if not isinstance(files, dict):
         raise DamagedFileError(f"{MANIFEST} lists no files")
-    tensors = [name for kind in (WEIGHTS, ADAPTER, OPTIMIZER, EMA_WEIGHTS) for name in shard_files(kind, files)]
+    tensors = [
+        name for kind in (WEIGHTS, ADAPTER, OPTIMIZER, EMA_WEIGHTS, FP8_SCALES) for name in shard_files(kind, files)
+    ]
     weight_kinds = [kind for kind in (WEIGHTS, ADAPTER) if shard_files(kind, files)]
     if set(files) != {*tensors, STATE, CONFIG, TOKENIZER} or len(weight_kinds) != 1:
         raise DamagedFileError(f"{MANIFEST} does not list the files of a checkpoint")

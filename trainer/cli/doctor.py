@@ -167,13 +167,14 @@ def _kernels() -> list[Finding]:
         findings.append(
             Finding("compiler", "no C compiler; model.compile=true and triton need one (apt install g++)", "note")
         )
-    for name, module, extra in (
-        ("TransformerEngine", "transformer_engine", "transformer-engine"),
-        ("flash-attn", "flash_attn", "flash-attn"),
+    linear = "; with model.fp8=true model.transformer_engine=true linear layers too: `stoker explain fp8`"
+    for name, module, extra, also in (
+        ("TransformerEngine", "transformer_engine", "transformer-engine", linear),
+        ("flash-attn", "flash_attn", "flash-attn", ""),
     ):
         version = _version(extra) or (importlib.util.find_spec(module) and "of unknown version")
-        installed = f"{version} is installed (`stoker explain attention` shows where it is used)"
-        says = installed if version else "not installed, not needed"
+        installed = f"{version} is installed (`stoker explain attention` shows where it is used{also})"
+        says = installed if version else f"not installed, not needed{' but for fp8_recipe=delayed' if also else ''}"
         findings.append(Finding(name, says, "note"))
     return findings
 

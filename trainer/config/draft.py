@@ -201,11 +201,10 @@ class Draft:
         for finding in all_rules.run_rules(facts):
             if not unknown.intersection(finding.keys):
                 self._add_finding(finding)
-        inactive = {row.path for row in account}
-        effective = [row for row in self._effective_accounts(root, wrong) if row.path not in inactive]
+        list_key_reports = partial(self._key_reports, root, wrong, account)
         findings = tuple(replace(finding, origin=self._finding_origin(finding)) for finding in self.findings)
         if self.problems:
-            raise ConfigError(list(dict.fromkeys(self.problems)), [*effective, *account], findings)
+            raise ConfigError(list(dict.fromkeys(self.problems)), list_key_reports(), findings)
         document = self._document(root)
         origins = {path: DEFAULT_ORIGIN for path, _ in dotted_paths.leaves(document)} | self.origins
         return RunConfig(
@@ -214,7 +213,7 @@ class Draft:
             document=document,
             findings=findings,
             historical_keys=tuple(historical),
-            key_reports=(*effective, *account),
+            list_key_reports=list_key_reports,
             files=files,
             preset_keys=frozenset(path for path in self.packaged if self.kind_of(path) == "file"),
             preset=self.preset,
@@ -413,14 +412,17 @@ class Draft:
         raw = dotted_paths.get(self._raw, verdict.path, verdict.value)
         return KeyReport(verdict.path, format_value(raw), verdict.state, self.origin_text(verdict.path), verdict.note)
 
-    def _effective_accounts(self, root: RootBlock, wrong: set[str]) -> list[KeyReport]:
-        rows = []
+    def _key_reports(self, root: RootBlock, wrong: set[str], account: Sequence[KeyReport]) -> tuple[KeyReport, ...]:
+        """Return the reports of the effective keys, and those of `account`, given keys that do not act."""
+        inactive, rows = {row.path for row in account}, []
         for path, value in dotted_paths.leaves(self._document(root)):
+            if path in inactive:
+                continue
             shown = self._shown(path) if path in wrong else format_value(value)
             if path in self._from_environment and path not in wrong:
                 shown = self._resolved_unless_secret(path, shown)
             rows.append(KeyReport(path, shown, KeyState.ACTS, self.origin_text(path), "error" if path in wrong else ""))
-        return rows
+        return (*rows, *account)
 
     def _resolved_unless_secret(self, path: str, reference: str) -> str:
         """Return a value from the environment as text; the reference if path, variable or value is a secret."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -79,7 +79,7 @@ class RunConfig:
         document: the configuration as saved, in plain containers; environment values unresolved (`${oc.env:NAME}`).
         findings: warnings and notes to print once.
         historical_keys: paths of accepted keys that have no effect here.
-        key_reports: every effective key and every given key that does not act, for `stoker config`.
+        list_key_reports: returns `key_reports`.
         files: the YAML files that were merged.
         preset_keys: paths whose values come from files of this package.
         preset: the model's preset, before other files and overrides changed it.
@@ -91,7 +91,7 @@ class RunConfig:
     document: dict[str, Any] = field(default_factory=dict)
     findings: tuple[Finding, ...] = ()
     historical_keys: tuple[str, ...] = ()
-    key_reports: tuple[KeyReport, ...] = ()
+    list_key_reports: Callable[[], tuple[KeyReport, ...]] = field(default=tuple, repr=False, compare=False)
     files: tuple[Path, ...] = ()
     preset_keys: frozenset[str] = frozenset()
     preset: Preset = field(default_factory=Preset)
@@ -101,6 +101,11 @@ class RunConfig:
     def resolved(self) -> ResolvedRun:
         """The keys, resolved for one process without a GPU (`resolve_run` for others)."""
         return resolve_run(self.root)
+
+    @cached_property
+    def key_reports(self) -> tuple[KeyReport, ...]:
+        """Every effective key and every given key that does not act, for `stoker config`; no run needs their texts."""
+        return self.list_key_reports()
 
     def is_set(self, path: str) -> bool:
         """Return True if the user has set a key: in a file of their own, by an override or in a saved document."""

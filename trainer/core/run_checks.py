@@ -9,6 +9,7 @@ import torch
 from ...kernels.attention.backend_support import BACKENDS_BY_NAME
 from ...kernels.attention.dispatch import BackendSelection
 from ...kernels.attention.installed_software import detect_installed_software
+from ...kernels.fp8.te_linear import check_transformer_engine
 from ...models.build import ALL_CALL_KINDS, TORCH_DTYPES, ModelPlan, call_context, plan_model
 from ...models.config.families import family_slice, keys_by_stack
 from ...models.dispatch.attention_calls import CallKind
@@ -32,20 +33,25 @@ def choose_attention(run: ResolvedRun, device: torch.device) -> ModelPlan:
     """
     try:
         flags = attention_flags(run.trainer.deterministic)
-        return plan_model(
+        software = detect_installed_software(device.type)
+        plan = plan_model(
             rank_slice(run.family, run.mesh.tensor),
             run.batch_spec,
             call_context(device, TORCH_DTYPES[run.precision.compute], run.model.micro_batch_size, flags),
             flags=flags,
-            software=detect_installed_software(device.type),
+            software=software,
             kinds=call_kinds(run),
             peft=run.peft,
             context_parallel=run.context_split,
         )
+        for fp8 in (stack.fp8 for stack in run.family.stacks):
+            if fp8 is not None and fp8.uses_transformer_engine and device.type == "cuda":
+                check_transformer_engine(fp8.recipe, software)
     except ValueError as error:
         stacks = (at for at, stack in keys_by_stack(run.model).items() if stack.transformer_engine)
         cure = " ".join(f"model.{at}transformer_engine=null" for at in stacks)
         raise UserError(str(error).replace("use transformer_engine=null", f"use {cure}").splitlines()) from None
+    return plan
 
 
 def call_kinds(run: ResolvedRun) -> tuple[CallKind, ...]:

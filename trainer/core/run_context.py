@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pytorch_lightning.loggers import Logger
 
 from ...models.build import ModelPlan
 from ...models.memory.host_copies import HostMemoryError
@@ -29,7 +28,7 @@ from ..device.cuda_graph_support import uses_cuda_graph
 from ..device.determinism import deterministic_algorithms
 from ..distributed.mesh import Mesh, build_mesh, layout_on
 from ..distributed.process_group import DistributedContext
-from ..lightning.lightning_imports import pl
+from ..lightning.lightning_imports import Logger, pl
 from ..lightning.user_loggers import UserLogger, build_loggers
 from ..loggers.logger_backends import LoggedRun, check_loggers
 from ..loggers.progress_bar import ProgressDisplay

@@ -102,8 +102,13 @@ def describe_fp8(run: ResolvedRun, model: LanguageModel, device: torch.device) -
     of = "" if all(all(each.layers) for each in slices) else f" of {sum(sum(each.layers) for each in slices)} layers"
     how = ", emulated on a CPU, slowly" if device.type == "cpu" else ""
     casts = "; weights are cast once a step" if run.keeps_fp8_casts else ""
-    nemo = " (delayed scaling, NeMo's default, needs TransformerEngine)" if run.model.fp8_recipe is None else ""
+    unasked = run.model.fp8_recipe is None and slices[0].recipe.scaling == "tensorwise"
+    nemo = " (delayed scaling, NeMo's default, needs `transformer_engine: True`)" if unasked else ""
     recipe = f"{slices[0].description}{nemo}"
+    if device.type != "cpu" and slices[0].uses_transformer_engine:
+        how = ", through TransformerEngine"
+    elif slices[0].transformer_engine and device.type != "cpu":
+        how = f", by own kernels: {slices[0].why_own_kernels}"
     yield f"fp8 in training: {recipe}, {number}{of}{how}{casts}; validation multiplies in {run.precision.compute}"
     for reason in sorted({stack.why_experts_without_fp8 for stack in run.family.stacks} - {""}):
         yield f"experts multiply in {run.precision.compute}: {reason}"

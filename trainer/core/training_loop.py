@@ -25,7 +25,7 @@ from ..callbacks.train_loop import SaveFunction, TrainLoopCallback, ValidateFunc
 from ..callbacks.watchdog import StepTimer, Watchdog
 from ..checkpoint.async_saver import CheckpointSaver
 from ..checkpoint.loop_state import LoopState
-from ..checkpoint.reader import EMA_WEIGHTS, OPTIMIZER, tensors_to_save
+from ..checkpoint.reader import EMA_WEIGHTS, FP8_SCALES, OPTIMIZER, tensors_to_save
 from ..checkpoint.run_directory import RESOLVED_CONFIG
 from ..checkpoint.run_environment import device_name
 from ..checkpoint.save_interval import SaveInterval
@@ -47,7 +47,7 @@ from ..optim.optimizer_factory import recorded_settings
 from ..plan.hardware import bf16_peak_flops
 from ..utils.local_shard import local_shards
 from .run_context import RunContext
-from .training_state import TrainingState
+from .training_state import TrainingState, fp8_scale_shards
 
 
 @dataclass(frozen=True)
@@ -166,6 +166,7 @@ def _build_module(run: RunContext, state: TrainingState, schedule: BatchSchedule
             keys, state.model, lambda step: schedule.batch_size(step) // keys.micro_batch_size, mesh.data
         ),
         fp8_modules=in_fp8 if run.resolved.keeps_fp8_casts else [],
+        fp8_scales=state.fp8_scales,
     )
 
 
@@ -322,6 +323,8 @@ def _build_save(
         }
         if state.ema is not None:
             tensors[EMA_WEIGHTS] = state.ema.local_shards()
+        if state.fp8_scales is not None:
+            tensors[FP8_SCALES] = fp8_scale_shards(state.fp8_scales, run.mesh)
         tokenizer = tokenizer_state(run.data.tokenizer)
         return saver.save(CheckpointContent(run_state, tensors, _config_document(run, limit.max_steps), tokenizer))
 

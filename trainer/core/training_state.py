@@ -8,10 +8,13 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from ...kernels.fp8.delayed_scaling import DelayedScaling
 from ...models.build import TORCH_DTYPES, LanguageModel, ModelPlan
 from ...models.build import build_model as build_from_keys
+from ...models.fp8 import build_delayed_scaling
 from ...models.parallel.partition import names_elsewhere, partitions_of
 from ...models.peft.apply import trainable_parameters
 from ...models.tensor_parallel import partial_gradients, reduce_partial_gradients
@@ -33,6 +36,7 @@ from ..optim.base_optimizer import Optimizer
 from ..optim.ema import EMA
 from ..optim.loss_scale import LossScale
 from ..utils.errors import UserError
+from ..utils.local_shard import LocalShard, whole_shard
 from ..utils.text import pluralize
 from .resume import check_resume_compatibility, initial_run_state, load_resumed_weights
 from .run_checks import call_kinds
@@ -49,6 +53,7 @@ class TrainingState:
         ema: exponential moving average of the weights, or None.
         data_parallel: the data-parallel strategy; None for one process.
         start: `state.json` as of the first step of this process.
+        fp8_scales: state of delayed scaling; None without.
     """
 
     model: LanguageModel
@@ -56,6 +61,7 @@ class TrainingState:
     ema: EMA | None
     data_parallel: DataParallel | None
     start: RunState
+    fp8_scales: DelayedScaling | None = None
 
 
 def build_training_state(run: RunContext) -> TrainingState:
@@ -83,7 +89,26 @@ def build_training_state(run: RunContext) -> TrainingState:
             resumed.load_ema(ema.local_shards(), names_elsewhere(model))
         else:
             run.logger.log(f"warning: {resumed.path} holds no EMA weights; the EMA starts from the current weights")
-    return TrainingState(model, optimizer, ema, data_parallel, start)
+    fp8_scales = build_delayed_scaling(model, run.device, partial(_take_maximum, run.mesh))
+    if fp8_scales is not None and resumed is not None:
+        loaded = resumed.load_fp8_scales(fp8_scale_shards(fp8_scales, run.mesh))
+        if not loaded:
+            run.logger.log(f"warning: {resumed.path} holds no scales of delayed scaling; they start from 1")
+    return TrainingState(model, optimizer, ema, data_parallel, start, fp8_scales)
+
+
+def _take_maximum(mesh: Mesh, amax: Tensor) -> None:
+    """Take the maximum over the ranks with the same layers, in place."""
+    if mesh.tensor is not None:
+        amax.copy_(mesh.tensor.maximum(amax))
+    mesh.replicas.all_reduce_(amax, dist.ReduceOp.MAX)
+
+
+def fp8_scale_shards(scales: DelayedScaling, mesh: Mesh) -> dict[str, LocalShard]:
+    """Return the state of delayed scaling, of which all ranks with the same layers have copies."""
+    rank, size = (0, 1) if mesh.tensor is None else (mesh.tensor.rank, mesh.tensor.size)
+    copies = mesh.replicas.rank * size + rank, mesh.replicas.world_size * size
+    return {name: whole_shard(tensor, *copies) for name, tensor in scales.tensors().items()}
 
 
 def _resume(

@@ -42,11 +42,32 @@ def cuda_graph_unsupported_reason(
     """
     if device.type != "cuda":
         return f"needs a CUDA device, but this run is on {device.type}"
-    if run.world_size > 1:
-        return f"does not support communication, but this run has {run.world_size} processes"
+    if (reason := _communication_reason(run)) is not None:
+        return reason
     if any(offload_slice(keys) for keys in keys_by_stack(run.model).values()):
         return "keeps its memory pool for the graph, but `cpu_offloading` (True) must free memory in between"
     return _expert_reason(run) or _recompute_reason(run, decisions or {})
+
+
+def _communication_reason(run: ResolvedRun) -> str | None:
+    """Return the reason why a micro batch that communicates cannot be captured; None if it can, or does not.
+
+    A graph holds what NCCL launches for tensor-parallel ranks. The exchange of gradients (a hook of the backward pass),
+    of passes of a pipeline and of as many tokens as their experts have is not in it.
+    """
+    mesh = run.mesh
+    if mesh.world_size > mesh.tensor:
+        return (
+            f"captures the communication of tensor-parallel ranks only, but this run has {mesh.world_size} processes "
+            f"and `tensor_model_parallel_size` ({mesh.tensor})"
+        )
+    if mesh.expert > 1:
+        return f"does not capture the exchange of tokens with `expert_model_parallel_size` ({mesh.expert})"
+    if mesh.overlap_gather or mesh.overlap_scatter:
+        return "does not capture copies of other ranks' memory, with `ub_tp_comm_overlap` (True)"
+    if mesh.world_size > 1 and run.model.enable_cuda_graph is None:
+        return "captures communication only if it is True"
+    return None
 
 
 def _expert_reason(run: ResolvedRun) -> str | None:

@@ -108,10 +108,10 @@ class DistributedContext:
         """All-reduce flags by bitwise or, synchronously."""
         return reduce(or_, map(int, self.all_gather_text(str(int(flags)))))
 
-    def all_reduce_(self, tensor: Tensor) -> Tensor:
-        """All-reduce (sum) a tensor over the ranks, in place; return it."""
+    def all_reduce_(self, tensor: Tensor, op: Any = dist.ReduceOp.SUM) -> Tensor:
+        """All-reduce a tensor over the ranks, in place, by sum unless `op` says otherwise; return it."""
         if self.world_size > 1:
-            dist.all_reduce(tensor, group=self.group)
+            dist.all_reduce(tensor, op=op, group=self.group)
         return tensor
 
     @contextmanager

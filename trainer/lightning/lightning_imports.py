@@ -3,6 +3,7 @@
 Lightning imports torchmetrics, which imports transformers, matplotlib and more if they are installed: 2.6 s instead of
 0.4 s, on top of torch and its compiler. Neither is used here, and neither library has a public switch for it, so the
 checks for optional packages are replaced during the import. To get all of torchmetrics, import it before stoker.
+Whatever else uses Lightning imports it from here, or the first import would not be this one.
 """
 
 from __future__ import annotations
@@ -44,7 +45,13 @@ def _without_extras() -> Iterator[None]:
 with _without_extras():
     import pytorch_lightning as pl
     from lightning_fabric.plugins.environments.lightning import LightningEnvironment
-    from pytorch_lightning.strategies import ParallelStrategy, SingleDeviceStrategy
+    from pytorch_lightning import callbacks
+    from pytorch_lightning.loggers import Logger
+    from pytorch_lightning.strategies import DDPStrategy, ModelParallelStrategy, ParallelStrategy, SingleDeviceStrategy
+    from pytorch_lightning.utilities import rank_zero_warn
     from pytorch_lightning.utilities.exceptions import SIGTERMException
 
-__all__ = ["LightningEnvironment", "ParallelStrategy", "SIGTERMException", "SingleDeviceStrategy", "pl"]
+__all__ = [
+    "DDPStrategy", "LightningEnvironment", "Logger", "ModelParallelStrategy", "ParallelStrategy", "SIGTERMException",
+    "SingleDeviceStrategy", "callbacks", "pl", "rank_zero_warn",
+]  # fmt: skip

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ...kernels.fp8.delayed_scaling import DelayedScaling
 from ...models.fp8 import cast_fp8_weights
 from ...models.memory.offload_weights import find_weight_offloads
 from ...models.parallel.stages import StageInput
@@ -66,6 +67,7 @@ class LanguageModule(pl.LightningModule):
         graph_capture: wraps the function that runs a micro batch, see `cuda_graph.py`; None: eager.
         expert_balancer: called before and after each step; None without experts.
         fp8_modules: those whose weights are cast to fp8 once for all micro batches of a step, not for each.
+        fp8_scales: state of delayed scaling, which is updated once a step; None without.
 
     Attributes:
         unwrapped_optimizer: the unwrapped optimizer; Lightning wraps it.
@@ -92,6 +94,7 @@ class LanguageModule(pl.LightningModule):
         graph_capture: Callable[[RunMicroBatch], RunMicroBatch] | None = None,
         expert_balancer: ExpertBalancer | None = None,
         fp8_modules: Sequence[nn.Module] = (),
+        fp8_scales: DelayedScaling | None = None,
     ) -> None:
         super().__init__()
         self.automatic_optimization = False
@@ -115,6 +118,7 @@ class LanguageModule(pl.LightningModule):
         self.pipeline = None if pipeline is None else pipeline(self._accumulate)
         self.expert_balancer = expert_balancer
         self._fp8_modules = list(fp8_modules)
+        self._fp8_scales = fp8_scales
         self._weight_offloads = find_weight_offloads(model)
         self.lr = schedule(step)
         self.pending_metrics: list[tuple[Tensor, ...]] = []
@@ -156,6 +160,8 @@ class LanguageModule(pl.LightningModule):
                 seed_generators(micro_batch_seed(self.seed, self.step, number), device)
                 losses.append(self._run_micro_batch(fields, targets))
                 self._accumulate()
+        if self._fp8_scales is not None:
+            self._fp8_scales.update(self.step)
         self.lr = self.schedule(self.step)
         state.set_lr(self.lr)
         if self.data_parallel is not None:

@@ -10,11 +10,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from pytorch_lightning.loggers import Logger
 from torch import Tensor
 
 from ..distributed.process_group import DistributedContext
-from .lightning_imports import LightningEnvironment, ParallelStrategy, SIGTERMException, SingleDeviceStrategy, pl
+from .lightning_imports import (
+    LightningEnvironment,
+    Logger,
+    ParallelStrategy,
+    SIGTERMException,
+    SingleDeviceStrategy,
+    pl,
+)
 from .lightning_module import LanguageModule
 
 

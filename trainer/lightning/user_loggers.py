@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from pytorch_lightning.loggers import Logger
-
 from ...models.config.extensions import load_extension
 from ..utils.errors import UserError
+from .lightning_imports import Logger
 
 
 def build_loggers(names: Sequence[str], given: Sequence[Logger]) -> list[Logger]:

@@ -5,7 +5,8 @@ needed.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ..config.resolved_run import resolve_run
@@ -16,6 +17,8 @@ from .attention_report import ARCHITECTURES, this_machine
 
 if TYPE_CHECKING:
     from torch import nn
+
+    from ...models.config.fp8 import Fp8Slice
 
 _NUMBER = re.compile(r"\.layers\.(\d+)\.")
 
@@ -72,7 +75,10 @@ def explain_fp8(root: RootBlock, arch: str | None = None) -> Fp8Report:
     """
     import torch
 
+    from ...kernels.attention.installed_software import detect_installed_software
+    from ...kernels.fp8.te_linear import check_transformer_engine
     from ...models.build import build_model
+    from ...models.config.families import keys_by_stack
     from ...models.config.fp8 import check_fp8
 
     if arch is None:
@@ -99,16 +105,33 @@ def explain_fp8(root: RootBlock, arch: str | None = None) -> Fp8Report:
     try:
         for recipe in recipes:
             check_fp8(recipe, device, capability, run.precision.compute)
+            if arch is None and device == "cuda" and recipe.uses_transformer_engine:
+                check_transformer_engine(recipe.recipe, detect_installed_software(device))
     except ValueError as error:
         problem = str(error)
-    kernel = "emulated, slowly" if device == "cpu" else "torch's scaled matmul (cuBLAS)"
-    how = f"{recipes[0].description}, {kernel}" if recipes else ""
+    slices = dict(zip(keys_by_stack(run.model), (stack.fp8 for stack in run.family.stacks), strict=True))
     reasons = (stack.why_experts_without_fp8 for stack in run.family.stacks)
     experts = next(filter(None, reasons), "experts have LoRA updates")
-    return Fp8Report(where, problem, tuple(_matrices(model, how, experts)))
+    return Fp8Report(where, problem, tuple(_matrices(model, slices, device, experts)))
 
 
-def _matrices(model: nn.Module, how: str, experts: str) -> list[Fp8Matrix]:
+def _how(fp8: Fp8Slice, device: str) -> str:
+    """Return recipe and kernel of linear layers."""
+    if device == "cpu":
+        return f"{fp8.description}, emulated, slowly"
+    if fp8.uses_transformer_engine:
+        return f"{fp8.description}, TransformerEngine (cuBLAS)"
+    why = f"; {fp8.why_own_kernels}" if fp8.transformer_engine else ""
+    return f"{fp8.description}, torch's scaled matmul (cuBLAS){why}"
+
+
+def _how_experts(fp8: Fp8Slice, device: str) -> str:
+    """Return recipe and kernel of experts."""
+    kernel = "emulated, slowly" if device == "cpu" else "Triton"
+    return f"{replace(fp8, recipe=fp8.expert_recipe).description}, {kernel}"
+
+
+def _matrices(model: nn.Module, slices: Mapping[str, Fp8Slice | None], device: str, experts: str) -> list[Fp8Matrix]:
     from torch import nn
 
     from ...models.fp8 import fp8_modules
@@ -117,9 +140,9 @@ def _matrices(model: nn.Module, how: str, experts: str) -> list[Fp8Matrix]:
     in_fp8, found = fp8_modules(model), dict[tuple[str, bool, str], list[int]]()
     layers = {_layer_of(name) for name in in_fp8}
     for name, module in model.named_modules():
-        reason = _why_not(name, module, on=bool(how))
-        if name in in_fp8:
-            reason = how if isinstance(module, nn.Linear) else how.replace("torch's scaled matmul (cuBLAS)", "Triton")
+        reason, fp8 = _why_not(name, module, on=any(slices.values())), _slice_of(name, slices)
+        if name in in_fp8 and fp8 is not None:
+            reason = (_how if isinstance(module, nn.Linear) else _how_experts)(fp8, device)
         elif reason and isinstance(module, Experts) and _layer_of(name) in layers:
             reason = experts
         if reason:
@@ -127,6 +150,11 @@ def _matrices(model: nn.Module, how: str, experts: str) -> list[Fp8Matrix]:
             pattern = _NUMBER.sub(".layers.*.", f".{name}").removeprefix(".")
             found.setdefault((pattern, name in in_fp8, reason), []).extend([int(number[1])] if number else [])
     return [Fp8Matrix(name, tuple(layers), is_fp8, why) for (name, is_fp8, why), layers in found.items()]
+
+
+def _slice_of(name: str, slices: Mapping[str, Fp8Slice | None]) -> Fp8Slice | None:
+    """Return fp8 of the stack that a module is in; slices are by the prefix of its names, empty for the only one."""
+    return next((fp8 for at, fp8 in slices.items() if name.startswith(at)), None)
 
 
 def _layer_of(name: str) -> str:

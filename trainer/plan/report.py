@@ -193,7 +193,8 @@ def _fp8(run: RunInputs) -> str:
     if not slices:
         return ""
     layers, of = sum(sum(each.layers) for each in slices), sum(stack.stack.num_layers for stack in run.stacks)
-    return f", fp8 ({slices[0].description}) in {layers} of {pluralize(of, 'layer')}"
+    through = ", TransformerEngine" if run.target.device != "cpu" and slices[0].uses_transformer_engine else ""
+    return f", fp8 ({slices[0].description}{through}) in {layers} of {pluralize(of, 'layer')}"
 
 
 def _memory_lines(plan: Plan) -> Iterator[str]:

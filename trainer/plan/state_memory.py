@@ -24,6 +24,8 @@ from .run_inputs import RunInputs
 _CUBLAS_WORKSPACE = {9: 32 << 20, 10: 32 << 20}
 """Bytes of workspace that torch allocates for each cuBLAS handle, by major compute capability."""
 _SMALL_WORKSPACE = 8 << 20
+_TE_WORKSPACE, _TE_SMALL_WORKSPACE = (32 << 20) + 1024, 4 << 20
+"""Bytes that TransformerEngine's GEMMs take from sm_90 on, and before (cpp_extensions/gemm.py, 2.20)."""
 _CUBLAS_HANDLES = 2
 """One of the thread that runs the forward pass, one of autograd's thread."""
 CUDA_CONTEXT_BYTES = 840 << 20
@@ -36,7 +38,7 @@ class PersistentState:
     """Bytes of device memory held during the whole run.
 
     Attributes:
-        weights: parameters in the dtype of the model, and fp8 casts of them that are kept.
+        weights: parameters in the dtype of the model, fp8 casts of them that are kept, and the state of their scales.
         main_weights: fp32 copies of the parameters in the optimizer.
         optimizer: all other optimizer state.
         ema: exponential moving average (EMA) of the weights.
@@ -92,7 +94,7 @@ def persistent_state(run: RunInputs, layers: Sequence[int]) -> PersistentState:
     shards_gradients = shards_weights or (run.layout is not None and run.layout.shards_gradients)
     weights, sums = run.counts.total * widths.weights, _accumulators(run)
     return PersistentState(
-        weights=run.sharded(weights) if shards_weights else weights + _fp8_casts(run),
+        weights=(run.sharded(weights) if shards_weights else weights + _fp8_casts(run)) + _delayed_scales(run),
         main_weights=0 if on_host else run.sharded(parameters * main),
         optimizer=0 if on_host else state,
         ema=0 if run.ema_on_host else ema,
@@ -105,6 +107,18 @@ def persistent_state(run: RunInputs, layers: Sequence[int]) -> PersistentState:
         symmetric=symmetric_memory_bytes(run, layers) if run.target.device == "cuda" else 0,
         nccl=nccl_bytes(run) if run.target.device == "cuda" else 0,
     )
+
+
+def _delayed_scales(run: RunInputs) -> int:
+    """Bytes of the scales and amaxes of delayed scaling, of three tensors of each linear layer."""
+    total = 0
+    for stack in run.stacks:
+        fp8 = stack.stack.fp8
+        if fp8 is not None and fp8.recipe.scaling == "delayed":
+            of_each = 4 * 3 * (2 + fp8.recipe.amax_history_len)  # with the largest of each format
+            matrices = layer_weights(stack.stack, stack.cross, has_experts=False, expert_ranks=1).matrices
+            total += of_each * sum(fp8.layers) * len(matrices)
+    return total
 
 
 def _accumulators(run: RunInputs) -> int:
@@ -138,8 +152,9 @@ def _cast_bytes(run: RunInputs, stack: StackInputs, matrix: Matrix) -> int:
     """Bytes per weight of the casts of a matrix, less those of the weight itself if it is kept as casts alone."""
     fp8 = stack.stack.fp8
     assert fp8 is not None
+    own = matrix.inputs == "expert rows" or fp8.why_own_kernels  # TransformerEngine keeps the transpose too
     alone = fp8.keeps_weights and matrix.inputs != "expert rows"
-    return (1 if fp8.recipe.transposes_weights else 2) - alone * run.widths.weights
+    return (1 if own and fp8.recipe.transposes_weights else 2) - alone * run.widths.weights
 
 
 def _rotary_tables(run: RunInputs) -> int:
@@ -175,7 +190,9 @@ def _workspace(run: RunInputs) -> int:
     capability = run.target.capability
     if capability is None:
         return 0
-    return _CUBLAS_HANDLES * _CUBLAS_WORKSPACE.get(capability[0], _SMALL_WORKSPACE)
+    through_te = any(stack.stack.fp8 is not None and stack.stack.fp8.uses_transformer_engine for stack in run.stacks)
+    own = (_TE_WORKSPACE if capability[0] >= 9 else _TE_SMALL_WORKSPACE) * through_te
+    return own + _CUBLAS_HANDLES * _CUBLAS_WORKSPACE.get(capability[0], _SMALL_WORKSPACE)
 
 
 def update_working_bytes(run: RunInputs) -> int:

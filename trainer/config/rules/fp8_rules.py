@@ -6,13 +6,14 @@ from collections.abc import Iterator
 from operator import attrgetter
 
 from ....models.config.families import keys_by_stack
-from ....models.config.fp8 import MULTIPLE, Fp8Keys, fp8_slice
+from ....models.config.fp8 import MULTIPLE, Fp8Keys, fp8_slice, scaling_of
 from ....models.config.key_block import Finding
 from ....models.config.sizes import head_dim_of
 from ..schema.key_index import format_value
-from .rule_context import RuleContext, no_effect, unused
+from .rule_context import RuleContext, no_effect, num_processes, unused
 
 _FROZEN = ("lora", "adapter", "ptuning", "ia3")
+_DELAYED = ("model.fp8_interval", "model.fp8_amax_history_len", "model.fp8_amax_compute_algo")
 _ENDS = ("model.num_layers_at_start_in_bf16", "model.num_layers_at_end_in_bf16")
 
 
@@ -68,6 +69,42 @@ def fp8_params_are_frozen(context: RuleContext) -> Iterator[Finding]:
             f"({attrgetter(name)(keys)}), which splits or moves what is multiplied",
             "model.fp8_params=false",
         )
+    for at, stack in keys_by_stack(keys).items():
+        fp8 = fp8_slice(keys, stack.num_layers, stack.transformer_engine)
+        if fp8 is not None and fp8.uses_transformer_engine:
+            yield Finding.error(
+                (path, f"model.{at}transformer_engine"),
+                "`fp8_params` (True) keeps the casts of stoker's kernels, which TransformerEngine's linear layers "
+                "(`transformer_engine`, True) do not read",
+                "model.fp8_params=false",
+            )
+
+
+def delayed_scaling_is_possible(context: RuleContext) -> Iterator[Finding]:
+    """Delayed scaling needs TransformerEngine, and one state for all ranks; its settings have no effect without it."""
+    keys = context.root.model
+    if not keys.fp8:
+        return
+    stacks = keys_by_stack(keys).items()
+    if not any(scaling_of(keys, stack.transformer_engine) == "delayed" for _, stack in stacks):
+        for path in _DELAYED:
+            yield from unused(context, path, "model.fp8_recipe", "without `fp8_recipe` (delayed)")
+        return
+    without = [f"model.{at}transformer_engine" for at, stack in stacks if not stack.transformer_engine]
+    if keys.fp8_recipe == "delayed" and without:
+        yield Finding.error(
+            ("model.fp8_recipe", *without),
+            "`fp8_recipe` (delayed) needs `transformer_engine` (True): scales of former steps are for "
+            "TransformerEngine's linear layers only",
+            f"{' '.join(f'{path}=true' for path in without)}, or model.fp8_recipe=tensorwise",
+        )
+    if not keys.reduce_amax and num_processes(context) > 1:
+        yield Finding.error(
+            ("model.reduce_amax", "model.fp8_recipe"),
+            f"`reduce_amax` (False) must be True with `fp8_recipe` (delayed) on {num_processes(context)} ranks: a "
+            "checkpoint holds one state of the scales",
+            "model.reduce_amax=true",
+        )
 
 
 def fp8_layers_are_left(context: RuleContext) -> Iterator[Finding]:
@@ -76,7 +113,7 @@ def fp8_layers_are_left(context: RuleContext) -> Iterator[Finding]:
     if not keys.fp8:
         return
     for at, stack in keys_by_stack(keys).items():
-        if fp8_slice(keys, stack.num_layers) is None:
+        if fp8_slice(keys, stack.num_layers, stack.transformer_engine) is None:
             path = f"model.{at}num_layers"
             message = (
                 f"`fp8` (True) has no effect on {at.rstrip('.') or 'the model'}: of its layers (`num_layers`: "

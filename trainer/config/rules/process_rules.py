@@ -67,19 +67,28 @@ def fewer_nodes_fit(context: RuleContext) -> Iterator[Finding]:
         )
 
 
-def cuda_graph_uses_one_gpu(context: RuleContext) -> Iterator[Finding]:
-    """CUDA graphs need a CUDA device and one process."""
+def cuda_graph_needs_tensor_parallel_ranks(context: RuleContext) -> Iterator[Finding]:
+    """CUDA graphs need a CUDA device, and capture the communication of tensor-parallel ranks only."""
     trainer, model = context.root.trainer, context.root.model
-    key = "model.enable_cuda_graph"
-    if model.enable_cuda_graph and trainer.accelerator in ("cpu", "mps"):
+    key, processes = "model.enable_cuda_graph", num_processes(context)
+    if not model.enable_cuda_graph:
+        return
+    if trainer.accelerator in ("cpu", "mps"):
         message = f"`enable_cuda_graph` (True) needs a CUDA device, not `{trainer.accelerator}`"
         yield Finding.error((key, "trainer.accelerator"), message, f"{key}=False")
-    elif model.enable_cuda_graph and num_processes(context) > 1:
+    elif processes > model.tensor_model_parallel_size:
         message = (
-            f"`enable_cuda_graph` (True) supports one process, not {num_processes(context)}: "
-            "communication is not captured"
+            "`enable_cuda_graph` (True) captures the communication of tensor-parallel ranks only "
+            f"(`tensor_model_parallel_size`, {model.tensor_model_parallel_size}), not of {processes} processes"
         )
-        yield Finding.error((key, "trainer.devices"), message, f"{key}=False")
+        yield Finding.error((key, "trainer.devices", "model.tensor_model_parallel_size"), message, f"{key}=False")
+    elif processes > 1 and model.expert_model_parallel_size > 1:
+        path = "model.expert_model_parallel_size"
+        message = "`enable_cuda_graph` (True) does not capture the exchange of tokens between the ranks of experts"
+        yield Finding.error((key, path), message, f"{key}=False")
+    elif processes > 1 and model.sequence_parallel and model.ub_tp_comm_overlap:
+        message = "`enable_cuda_graph` (True) does not capture copies of other ranks' memory (`ub_tp_comm_overlap`)"
+        yield Finding.error((key, "model.ub_tp_comm_overlap"), message, f"{key}=False")
 
 
 def distributed_keys_need_processes(context: RuleContext) -> Iterator[Finding]:

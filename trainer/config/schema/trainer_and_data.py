@@ -84,7 +84,8 @@ class TrainerBlock(ConfigBlock):
     """Lightning callbacks of your own, by the names they are registered under (docs/extend.md)."""
     profiler: Literal["simple", "pytorch"] | None = None
     """`simple`: wall-clock time per phase of the run. `pytorch`: a torch.profiler trace of `profile_steps` for
-    chrome://tracing and a table of operators. Both are written to `profile` in the run directory."""
+    chrome://tracing, a table of operators and, of a GPU, how long it waits and for what. They are written to `profile`
+    in the run directory."""
     profile_steps: list[PositiveInt] = extension_field([5, 8], min_length=2, max_length=2)
     """First and last step traced by `profiler: pytorch`, counted from the start of the process."""
     deterministic: bool | Literal["warn"] = False

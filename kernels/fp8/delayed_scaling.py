@@ -1,0 +1,98 @@
+"""Scales of delayed scaling, which follow from the amaxes of former steps, and their state.
+
+The recipe is TransformerEngine's. A cast uses the scale of its tensor and records its amax; once a step, after all
+micro batches, new scales follow from the largest (or most recent) amax of the last steps. A repeated forward pass
+therefore casts as the first one did, and its amaxes count once. TransformerEngine's `autocast` updates after each
+forward and each backward pass instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .recipe import MAX_VALUE, Fp8Recipe
+
+INPUT, WEIGHT, GRADIENT = range(3)
+"""Operands of a linear layer that have a scale: its input, its weight, the gradient of its output."""
+
+
+class DelayedScales(NamedTuple):
+    """Views of the state of one linear layer, indexed by operand.
+
+    Attributes:
+        scale: (3,) fp32, what values are multiplied by when they are cast.
+        amax: (3,) fp32, largest magnitude of each operand in this step so far.
+    """
+
+    scale: Tensor
+    amax: Tensor
+
+
+class DelayedScaling:
+    """State of all linear layers of a rank.
+
+    Args:
+        names: names of the layers.
+        recipe: recipe of all of them.
+        device: device of the state.
+        reduce: maximum over the ranks that hold parts of the same tensors, in place; None for one.
+
+    Attributes:
+        scale: (3 layers,) fp32; 1 before the first step, as in TransformerEngine.
+        history: (`amax_history_len`, 3 layers) fp32: amaxes of the step at hand in the first row, of the last step in
+            the last one.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        recipe: Fp8Recipe,
+        device: torch.device,
+        reduce: Callable[[Tensor], None] | None = None,
+    ) -> None:
+        self.names = list(names)
+        self.recipe = recipe
+        self.scale = torch.ones(3 * len(self.names), device=device)
+        self.history = torch.zeros(recipe.amax_history_len, 3 * len(self.names), device=device)
+        formats = recipe.forward, recipe.forward, recipe.backward
+        limits = [MAX_VALUE[format] * 2.0**-recipe.margin for format in formats]
+        self._limits = torch.tensor(limits * len(self.names), device=device)
+        self._reduce = reduce
+
+    def scales(self, index: int) -> DelayedScales:
+        """Return the views of a layer."""
+        own = slice(3 * index, 3 * index + 3)
+        return DelayedScales(self.scale[own], self.history[0, own])
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the state as views, by name: `.scale` (3,) and `.amax_history` (3, `amax_history_len`) of layers."""
+        found: dict[str, Tensor] = {}
+        for index, name in enumerate(self.names):
+            own = slice(3 * index, 3 * index + 3)
+            found |= {f"{name}.scale": self.scale[own], f"{name}.amax_history": self.history[:, own].t()}
+        return found
+
+    @torch.no_grad()
+    def update(self, step: int) -> None:
+        """Let scales follow from the amaxes, after the last backward pass of a step.
+
+        Not finite amaxes count as none, so that a step that is skipped leaves the scales alone.
+
+        Args:
+            step: completed steps before this one.
+        """
+        if (step + 1) % self.recipe.interval:
+            return
+        newest = self.history[0]
+        newest.nan_to_num_(0.0, posinf=0.0)
+        if self._reduce is not None:
+            self._reduce(newest)
+        amax = newest if self.recipe.amax_compute_algo == "most_recent" else self.history.amax(0)
+        largest = torch.finfo(torch.float32).max
+        self.scale.copy_(torch.where(amax > 0, (self._limits / amax).clamp(max=largest), self.scale))
+        self.history.copy_(self.history.roll(-1, 0))
+        self.history[0].zero_()
