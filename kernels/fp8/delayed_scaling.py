@@ -8,6 +8,7 @@ forward and each backward pass instead.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -80,7 +81,7 @@ class DelayedScaling:
     def update(self, step: int) -> None:
         """Let scales follow from the amaxes, after the last backward pass of a step.
 
-        Not finite amaxes count as none, so that a step that is skipped leaves the scales alone.
+        Amaxes that are not finite on any rank count as none, so that a step that is skipped leaves these scales alone.
 
         Args:
             step: completed steps before this one.
@@ -88,9 +89,10 @@ class DelayedScaling:
         if (step + 1) % self.recipe.interval:
             return
         newest = self.history[0]
-        newest.nan_to_num_(0.0, posinf=0.0)
+        newest.nan_to_num_(math.inf, posinf=math.inf)  # a maximum over ranks may lose NaN
         if self._reduce is not None:
             self._reduce(newest)
+        newest.masked_fill_(newest.isinf(), 0.0)
         amax = newest if self.recipe.amax_compute_algo == "most_recent" else self.history.amax(0)
         largest = torch.finfo(torch.float32).max
         self.scale.copy_(torch.where(amax > 0, (self._limits / amax).clamp(max=largest), self.scale))

@@ -81,8 +81,12 @@ def test_weights_kept_in_fp8_train_as_their_casts(tmp_path: Path) -> None:
     assert adapters[0] == adapters[1]
 
 
-def test_train_2n_equals_train_n_resume_train_n(tmp_path: Path) -> None:
-    settings = LLAMA | {"model__fp8": True, "model__attention_backend": "unfused", "model__compile": False}
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_train_2n_equals_train_n_resume_train_n(tmp_path: Path, recipe: str) -> None:
+    if not has(recipe):
+        pytest.skip("tiles are multiplied on Hopper only")
+    settings = LLAMA | {"model__fp8": True, "model__fp8_recipe": recipe, "model__compile": False}
+    settings |= {"trainer__deterministic": True, "model__attention_backend": "triton"}
     whole, halves = tmp_path / "whole", tmp_path / "halves"
     run_training(tiny_config(whole, trainer__max_steps=8, **settings))
     run_training(tiny_config(halves, trainer__max_steps=4, **settings))

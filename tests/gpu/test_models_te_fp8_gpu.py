@@ -152,6 +152,20 @@ def test_train_2n_equals_train_n_resume_train_n(tmp_path: Path, changes: Any) ->
     assert all(bool((each != 1).all()) for name, each in first.items() if name.endswith(".scale"))
 
 
+@pytest.mark.parametrize("recipe", ["tensorwise", "blockwise"])
+def test_runs_without_state_resume(tmp_path: Path, recipe: str) -> None:
+    if not has(recipe):
+        pytest.skip("tiles are multiplied on Hopper only")
+    settings = (
+        LLAMA | TE | {"model__fp8_recipe": recipe, "model__attention_backend": "unfused", "model__compile": False}
+    )
+    whole, halves = tmp_path / "whole", tmp_path / "halves"
+    run_training(tiny_config(whole, trainer__max_steps=8, **settings))
+    run_training(tiny_config(halves, trainer__max_steps=4, **settings))
+    run_training(tiny_config(halves, trainer__max_steps=8, **settings))
+    assert final_hashes(whole, 8) == final_hashes(halves, 8)
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("changes", [{}, {"model__megatron_amp_O2": False}], ids=["bf16", "autocast"])
 def test_a_step_never_waits_for_the_device(

@@ -71,7 +71,7 @@ def test_fp16_trains_close_to_fp32_and_never_waits(tmp_path, steps_without_sync)
         assert losses[precision] != losses["32"]
 
 
-@pytest.mark.parametrize("precision", ["16", "16-true"])
+@pytest.mark.parametrize("precision", PRECISIONS)
 def test_resume_is_exact_while_the_scale_changes(tmp_path, precision):
     changes = FP16 | {
         "trainer__precision": precision,

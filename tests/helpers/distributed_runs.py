@@ -12,6 +12,8 @@ import signal
 import time
 import traceback
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -59,8 +61,9 @@ class DistributedRuns:
             ranks: number of ranks.
             changes: of `EXACT`, in the format of `tiny_run.tiny_document`; in addition `registers` is a module to
                 import first, `offloads` lets a CPU offload to fake host memory, `late` treats it as asynchronous to the
-                host, `told` is a (rank, step) that receives SIGTERM, and `overflow` one whose gradients
-                overflow: all of them, or with a third value one element of the shard that the rank updates.
+                host, `told` is a (rank, step) that receives SIGTERM, and `planted` a (rank, step, value, place) with
+                gradients of inf or NaN: all of them ("loss"), one element of the first that is cast to fp8 in a linear
+                layer ("cast"), or one of the shard that the rank updates ("shard").
         """
         directory = self.folder / name
         if not directory.exists():
@@ -114,16 +117,17 @@ def difference(checkpoint: Path, other: Path, kind: str) -> float:
 # ---------------------------------------------------------------- run in the ranks
 
 
-class Overflow(torch.autograd.Function):
-    """Identity with infinite gradients."""
+class Planted(torch.autograd.Function):
+    """Identity with gradients of one value."""
 
     @staticmethod
-    def forward(ctx: Any, loss: Tensor) -> Tensor:
+    def forward(ctx: Any, loss: Tensor, value: float) -> Tensor:
+        ctx.value = value
         return loss.clone()
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        return torch.full_like(gradients[0], float("inf"))
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return torch.full_like(gradients[0], ctx.value), None
 
 
 class UnevenTargets:
@@ -166,7 +170,7 @@ def _train(directory: Path, ranks: Any, changes: dict[str, Any]) -> dict[str, An
         data = build_data(*arguments, **named)
         return replace(data, train=UnevenTargets(data.train))
 
-    sigterm_at, overflow_at = changes.pop("told", None), changes.pop("overflow", None)
+    sigterm_at, planted = changes.pop("told", None), changes.pop("planted", None)
     scales: list[float] = []
 
     def record(module: Any, batch: Any, batch_idx: int) -> None:
@@ -184,18 +188,13 @@ def _train(directory: Path, ranks: Any, changes: dict[str, Any]) -> dict[str, An
             sums[number] = [zlib.crc32(row.tobytes()) for row in rows]
         steps.append(sums)
         targets.append(int(batch.num_targets))
-        overflows = overflow_at is not None and overflow_at[1] == len(steps)
-        state = {name: shard.local.clone() for name, shard in _state(module).items()} if overflows else {}
+        skips = planted is not None and planted[1] == len(steps)
+        state = {name: shard.local.clone() for name, shard in _state(module).items()} if skips else {}
         optimizer = module.unwrapped_optimizer
-        if overflows and overflow_at is not None and overflow_at[0] == ranks.rank:
-            if len(overflow_at) == 2:
-                loss, module.model._loss = module.model._loss, lambda *arguments: Overflow.apply(loss(*arguments))
-            else:
-                optimizer._global_norm = partial(_overflowing_norm, optimizer)
-        training_step(module, batch, batch_idx)
-        module.model.__dict__.pop("_loss", None)
-        optimizer.__dict__.pop("_global_norm", None)
-        for name, shard in _state(module).items() if overflows else ():
+        here = planted[2:] if planted is not None and skips and planted[0] == ranks.rank else None
+        with nullcontext() if here is None else plant(module, *here):
+            training_step(module, batch, batch_idx)
+        for name, shard in _state(module).items() if skips else ():
             assert torch.equal(shard.local, state[name]), f"{name} has changed in a skipped step"
         if optimizer.loss_scale is not None:
             scales.append(optimizer.loss_scale.scale.item())
@@ -241,12 +240,39 @@ def _use_copy_engines(directory: Path) -> None:
     training_state.build_collectives = build
 
 
-def _overflowing_norm(optimizer: Any, gradients: list[list[Tensor]]) -> Tensor:
-    """Return the norm of gradients, one of which gets an infinite element."""
+@contextmanager
+def plant(module: Any, value: float, place: str) -> Iterator[None]:
+    """Give gradients of a step a value, where `DistributedRuns.run` says."""
+    from stoker.kernels.fp8 import linear
+
+    model, optimizer, quantize = module.model, module.unwrapped_optimizer, linear.quantize
+    left = [value]
+
+    def cast(source: Any, form: Any, *arguments: Any, **options: Any) -> Any:
+        if form == "e5m2" and left:
+            source = source.clone()
+            source[0, 0] = left.pop()
+        return quantize(source, form, *arguments, **options)
+
+    if place == "loss":
+        loss, model._loss = model._loss, lambda *arguments: Planted.apply(loss(*arguments), value)
+    elif place == "shard":
+        optimizer._global_norm = partial(_norm_with, value, optimizer)
+    else:
+        linear.quantize = cast
+    yield
+    assert place != "cast" or not left, "no layer on this rank"
+    linear.quantize = quantize
+    for part, name in ((model, "_loss"), (optimizer, "_global_norm")):
+        part.__dict__.pop(name, None)
+
+
+def _norm_with(value: float, optimizer: Any, gradients: list[list[Tensor]]) -> Tensor:
+    """Return the norm of gradients, one of which gets an element of this value."""
     for group, found in zip(optimizer.param_groups, gradients, strict=True):
         for name, gradient in zip(group["names"], found, strict=True):
             if name.endswith(("mlp.up.weight", "experts.up")):
-                gradient.view(-1)[0] = float("inf")
+                gradient.view(-1)[0] = value
                 return type(optimizer)._global_norm(optimizer, gradients)
     raise AssertionError("no layer on this rank")
 

@@ -173,6 +173,12 @@ def test_word_pieces_are_those_of_a_bert(tmp_path: Path) -> None:
         ("model: {hybrid_override_pattern: null}\n", "model.hybrid_override_pattern", "Mamba"),
         ("model: {activations_checkpoint_recurrent: false}\n", "model.activations_checkpoint_recurrent", "Griffin"),
         ("model: {retro: {retro_num_neighbors: 2}}\n", "model.retro.retro_num_neighbors", "RETRO"),
+        (
+            "model: {language_model: {config: {hidden_size: 768}}}\n",
+            "model.language_model.config.hidden_size",
+            "models on",
+        ),
+        ("model: {encoder: {library: nemo}, head: {num_layers: 1}}\n", "model.head.num_layers", "TransformerLMModel"),
     ],
 )
 def test_a_file_of_another_model_of_nemos_is_one_error(tmp_path: Path, text: str, key: str, called: str) -> None:

@@ -35,6 +35,7 @@ from stoker.models.config.fp8 import Fp8Slice, check_fp8
             "model.fp8_params",
             "needs frozen weights (`peft_scheme` lora, adapter, ptuning or",
         ),
+        (["model.fp8_params=true", "model.transformer_engine=true"], "model.fp8_params", "needs frozen weights"),
         (
             ["model.fp8_params=true", "model.peft.peft_scheme=selective"],
             "model.fp8_params",

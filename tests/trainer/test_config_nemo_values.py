@@ -203,6 +203,16 @@ def test_text_files_of_pairs_are_replaced_by_jsonl_files() -> None:
     assert problems(f"{path}=a.txt")[path].fix == f"~{path} {DATA}.train_ds.file_names=[FILE]"
 
 
+def test_text_files_that_must_be_given_are_asked_for_as_jsonl_files(tmp_path: Path) -> None:
+    files = "{src_file_name: '???', tgt_file_name: '???'}"
+    write(tmp_path, "a", f"model: {{family: t5, data: {{train_ds: {files}}}}}")
+    (problem,) = problems(name="a", directory=tmp_path).values()
+    assert (problem.key, problem.value) == (f"{DATA}.train_ds.src_file_name", "???")
+    unchecked = "trainer.limit_val_batches=0"
+    assert load(unchecked, *problem.fix.replace("FILE", "a.jsonl").split(), name="a", directory=tmp_path)
+    assert load(unchecked, f"{DATA}.train_ds.file_names=[a.jsonl]", name="a", directory=tmp_path)
+
+
 def test_a_rule_waits_for_the_value_that_another_fix_replaces() -> None:
     path, micro = f"{DATA}.train_ds.global_batch_size", "model.micro_batch_size=3"
     (problem,) = problems(f"{path}=64", micro).values()

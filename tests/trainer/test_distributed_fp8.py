@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from distributed_runs import DistributedRuns, tensors
-from test_distributed_parity import LAYOUTS, NO_BIAS, check_equal
+from distributed_runs import DistributedRuns, difference, records, tensors
+from test_distributed_parity import LAYOUTS, NO_BIAS, check_equal, figures, step
 from test_distributed_tensor_parallel import CONTEXT, EXPERT, SEQUENCE, TENSOR
 from tiers import extra, full_only
 from tiny_run import final_hashes, tiny_config
@@ -41,33 +42,69 @@ def runs(tmp_path_factory, forks):
     return DistributedRuns(tmp_path_factory.mktemp("runs"), forks)
 
 
+def compare(runs: DistributedRuns, name: str, *planted: Any) -> Path:
+    """Compare a layout with one process, both with this value and place of `planted` in the second step."""
+    ranks, model, layout = CASES[name]
+    model = model | {key: value for key, value in layout.items() if "dropout" in key}
+    kind = "-".join(["", *map(str, planted)])
+    single = "moe" if model == MOE else "context" if name == "context" else "dense"
+    alone = runs.run(f"alone-{single}{kind}", planted=[0, 2, *planted] if planted else None, **model)
+    changes = model | layout | {"planted": [ranks - 1, 2, *planted] if planted else None}
+    together = runs.run(name.replace(", ", "-") + kind, ranks, **changes)
+    check_equal(together, alone)
+    return together
+
+
 @full_only
 @pytest.mark.parametrize("name", CASES)
 def test_ranks_equal_one_process(runs: DistributedRuns, name: str) -> None:
-    ranks, model, layout = CASES[name]
-    model = model | {key: value for key, value in layout.items() if "dropout" in key}
-    alone = runs.run(f"alone-{'moe' if model == MOE else 'context' if name == 'context' else 'dense'}", **model)
-    together = runs.run(name.replace(", ", "-"), ranks, **model, **{k: v for k, v in layout.items() if k not in model})
-    check_equal(together, alone)
+    compare(runs, name)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "place"),
+    [
+        ("sequence", float("nan"), "cast"),
+        *extra(*((name, float("nan"), "cast") for name in CASES if name != "sequence")),
+        *extra(*((name, float("inf"), "loss") for name in CASES)),
+        *extra(*((name, float("inf"), "cast") for name in ("ddp", "full", "tensor", "experts of each rank, sequence"))),
+    ],
+)
+def test_gradients_of_one_rank_that_are_not_finite_skip_the_step_of_all(
+    runs: DistributedRuns, name: str, value: float, place: str
+) -> None:
+    """Casts keep NaN and infinity; weights and optimizer end as those of a process that skips the step too."""
+    directory = compare(runs, name, value, place)  # the ranks themselves check that nothing changes in the step
+    steps = [line for line in figures(directory) if "loss" in line]
+    assert [line["skipped_steps"] for line in steps] == [0, 1, 1]
+    assert [line["grad_norm"] is None for line in steps] == [False, True, False]
+    assert re.search(r"step 2 was skipped: loss \d.*, gradient norm (nan|inf)", (directory / "run.log").read_text())
 
 
 DELAYED = FP8 | {"model__transformer_engine": True, "registers": "installed_fake_te"}
 
 
 @pytest.mark.parametrize(
-    ("name", "layout"),
+    ("name", "layout", "planted"),
     [
-        ("ddp", LAYOUTS["ddp"]),
-        *extra(("full", LAYOUTS["full"]), ("sequence", SEQUENCE), ("pipeline", PIPELINE)),
-        *extra(("context", CONTEXT | {"model__attention_dropout": 0.0})),
+        ("ddp", LAYOUTS["ddp"], ()),
+        *extra(("full", LAYOUTS["full"], ()), ("sequence", SEQUENCE, ()), ("pipeline", PIPELINE, ())),
+        *extra(("context", CONTEXT | {"model__attention_dropout": 0.0}, ())),
+        *extra(*((name, layout, (float("nan"), "loss")) for name, layout in (("ddp", {}), ("sequence", SEQUENCE)))),
     ],
 )
-def test_delayed_scales_of_ranks_are_those_of_one_process(runs: DistributedRuns, name: str, layout: Any) -> None:
-    """Weights, optimizer and scales, through the fake TransformerEngine: amaxes of all micro batches of all ranks."""
-    model = DELAYED | {key: value for key, value in layout.items() if "dropout" in key}
-    alone = runs.run(f"delayed-alone-{name if name == 'context' else 'dense'}", **model)
-    together = runs.run(f"delayed-{name}", 2, **model, **{k: v for k, v in layout.items() if k not in model})
-    check_equal(together, alone, kinds=("model", "optimizer", "scales"))
+def test_delayed_scales_of_ranks_are_those_of_one_process(
+    runs: DistributedRuns, name: str, layout: Any, planted: tuple[Any, ...]
+) -> None:
+    """Weights, optimizer and scales, through the fake TransformerEngine: amaxes of all micro batches of all ranks.
+
+    Those of a step that is skipped, since a rank has gradients of NaN, count on no rank.
+    """
+    model, kind = DELAYED | {key: value for key, value in layout.items() if "dropout" in key}, "-nan" * bool(planted)
+    single = f"delayed-alone-{name if name == 'context' else 'dense'}{kind}"
+    alone = runs.run(single, planted=[0, 2, *planted] if planted else None, **model)
+    changes = model | layout | {"planted": [1, 2, *planted] if planted else None}
+    check_equal(runs.run(f"delayed-{name}{kind}", 2, **changes), alone, kinds=("model", "optimizer", "scales"))
 
 
 @full_only
@@ -83,7 +120,16 @@ def test_adapters_of_ranks_beside_weights_kept_in_fp8(runs: DistributedRuns, lay
     assert "frozen weights kept in fp8" in (alone / "run.log").read_text()
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise"])
+@full_only
+def test_delayed_scales_resume(runs: DistributedRuns) -> None:
+    six = DELAYED | {"trainer__max_steps": 6}
+    whole = runs.run("delayed-six", **six)
+    resumed = runs.run("delayed-resumed", exp_manager__resume_from_checkpoint=str(step(whole, 3)), **six)
+    assert [record["steps"] for record in records(resumed)] == [record["steps"][3:] for record in records(whole)]
+    assert all(difference(step(whole, 6), step(resumed, 6), kind) == 0 for kind in ("model", "optimizer", "scales"))
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", *extra("rowwise", "blockwise")])
 def test_train_2n_equals_train_n_resume_train_n(tmp_path: Path, recipe: str) -> None:
     """Current scaling has no state: nothing of fp8 is in a checkpoint."""
     settings = FP8 | {"model__fp8_recipe": recipe, "model__num_attention_heads": 2}

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from distributed_runs import Overflow, difference
+from distributed_runs import Planted, difference
 from tiers import TIER, extra
 from tiny_run import tiny_config
 
@@ -164,7 +164,7 @@ def test_a_resumed_run_is_exact_with_overflows_before_and_after(tmp_path, precis
 
 def test_a_planted_overflow_changes_nothing_and_a_scale_at_its_minimum_ends_the_run(tmp_path, monkeypatch):
     training_step: Any = LanguageModule.training_step
-    overflow: Any = Overflow
+    overflow: Any = Planted
     weights: list[list[torch.Tensor]] = []
 
     def step(module, batch, index):
@@ -175,7 +175,7 @@ def test_a_planted_overflow_changes_nothing_and_a_scale_at_its_minimum_ends_the_
 
     def loss(model, *arguments):
         value = real(model, *arguments)
-        return overflow.apply(value) if len(weights) in planted else value
+        return overflow.apply(value, float("inf")) if len(weights) in planted else value
 
     monkeypatch.setattr(LanguageModule, "training_step", step)
     monkeypatch.setattr(GPT, "_loss", loss)

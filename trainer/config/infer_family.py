@@ -25,6 +25,8 @@ _UNSUPPORTED_KEYS = (
     (re.compile(r"model\.hyena\..+"), "Hyena"),
     (re.compile(r"model\.(mm_cfg\..+|vision\..+|unet_config\..+|vision_pretraining_type)"), "multimodal models"),
     (re.compile(r"model\.(num_soft_negatives|use_all_possible_negatives)"), "embedding models"),
+    (re.compile(r"model\.language_model\..+"), "models on a BERT of Hugging Face (BERTLMModel)"),
+    (re.compile(r"model\.head\..+"), "TransformerLMModel"),
 )
 """Keys of unsupported models, which no file of a supported model has."""
 

@@ -18,7 +18,15 @@ from torch import nn
 from ...models.model_cost import count_parameters
 from ...models.parallel.partition import names_elsewhere
 from ..checkpoint.hf_files import check_pretrained_path, is_hf_folder
-from ..checkpoint.reader import WEIGHTS, BaseRecord, Checkpoint, base_tensors, find_checkpoint, read_manifest
+from ..checkpoint.reader import (
+    WEIGHTS,
+    BaseRecord,
+    Checkpoint,
+    CheckpointMismatchError,
+    base_tensors,
+    find_checkpoint,
+    read_manifest,
+)
 from ..checkpoint.sharded_safetensors import open_full_tensors, shard_files
 from ..config.resolved_run import ResolvedRun
 from ..utils.environment import user_path
@@ -31,6 +39,7 @@ from .tensor_source import TensorSource, describe_differences
 
 RESTORE_KEY = "model.restore_from_path"
 _SHOWN = 10
+_FINETUNE = "use stoker finetune, which takes all model keys from there"
 _MIN_ITEMSIZE = 2
 """Bytes per weight of the narrowest supported dtype."""
 
@@ -65,7 +74,10 @@ class PretrainedWeights:
             UserError: the weights do not match the model; lists the differences.
         """
         if self.checkpoint is not None:
-            self.checkpoint.load_weights(model, cast=True)
+            try:
+                self.checkpoint.load_weights(model, cast=True)
+            except CheckpointMismatchError as error:
+                raise UserError([*error.lines[:-1], _FINETUNE]) from None
         else:
             with self.open_tensors() as tensors:
                 _fill(self.path, tensors, model)
@@ -203,7 +215,7 @@ def _fill(path: Path, found: TensorSource, model: nn.Module) -> None:
             [
                 f"`{RESTORE_KEY}`: {path} does not fit the model of this configuration:",
                 *truncate_lines(problems, _SHOWN, indent="  "),
-                "use stoker finetune, which takes all model keys from that folder",
+                _FINETUNE,
             ]
         )
     with torch.no_grad():

@@ -184,7 +184,7 @@ class KeyStates:
             return self._unknown_verdict(path, value)
         if row.state is KeyState.HISTORICAL:
             return Verdict(path, value, row.state, row.note)
-        if self._is_accepted(row, value):
+        if self._is_accepted(row, value) and not self._lacks_files(row, path, value):
             return Verdict(path, value, row.state, self._why_accepted(row))
         if row.state is KeyState.NOT_YET:
             key = row.pattern.removesuffix(".*")
@@ -266,6 +266,11 @@ class KeyStates:
             return True
         # A switch that does not act is refused itself.
         return bool(row.switch) and not (row.switch in self._keys and dotted_paths.get(self._tree, row.switch) is True)
+
+    def _lacks_files(self, row: KeyRow, path: str, value: Any) -> bool:
+        """Return True if files that must be given (`???`) have another key here, which is not set."""
+        files = dotted_paths.get(self._tree, dotted_paths.join(dotted_paths.parent_of(path), "file_names"))
+        return value == MISSING and "file_names=" in (row.fix or "") and not files
 
     def _unknown_verdict(self, path: str, value: Any) -> Verdict:
         above = dotted_paths.parent_of(path)

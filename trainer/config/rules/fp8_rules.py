@@ -59,6 +59,7 @@ def fp8_params_are_frozen(context: RuleContext) -> Iterator[Finding]:
             f"{format_value(scheme)}): weights that are trained stay in their dtype, beside their casts",
             "model.fp8_params=false",
         )
+        return
     shards = keys.fsdp and keys.fsdp_sharding_strategy != "grad"
     moved = {"tensor_model_parallel_size": keys.tensor_model_parallel_size > 1, "fsdp": shards}
     moved |= {f"{at}cpu_offloading": stack.cpu_offloading for at, stack in keys_by_stack(keys).items()}
