@@ -12,6 +12,8 @@ from torch import Tensor
 from ..launch import jit, next_power_of_2, tl, triton
 
 BLOCK = 128
+_NUMBERS = ("size", "blocks")
+"""Arguments that change from step to step where ranks exchange tokens: one compilation serves all values."""
 
 # ---------------------------------------------------------------- Triton
 
@@ -25,7 +27,7 @@ def _keys(experts_pointer, kept_pointer, assignment, size, experts, HAS_KEPT: tl
     return tl.where(assignment < size, key, experts + 1)
 
 
-@jit
+@jit(do_not_specialize=_NUMBERS)
 def count_kernel(
     experts_pointer, kept_pointer, counts_pointer, size, experts, blocks,
     HAS_KEPT: tl.constexpr, BLOCK: tl.constexpr, BINS: tl.constexpr,
@@ -37,7 +39,7 @@ def count_kernel(
     tl.store(counts_pointer + expert * blocks + block, tl.histogram(key, BINS), mask=expert <= experts)
 
 
-@jit
+@jit(do_not_specialize=_NUMBERS)
 def place_kernel(
     experts_pointer, kept_pointer, counts_pointer, sums_pointer, order_pointer, places_pointer, size, experts, blocks,
     HAS_KEPT: tl.constexpr, BLOCK: tl.constexpr,

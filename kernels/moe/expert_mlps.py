@@ -10,7 +10,7 @@ from torch import Tensor
 from ..activations import FUSED_ACTIVATIONS, NONLINEARITIES
 from ..dropout import dropout as apply_dropout
 from ..launch import triton_runs_on
-from .assignments import draw_assignment_rows, sorted_assignments
+from .assignments import Assignments, draw_assignment_rows, sorted_assignments
 from .eager_experts import eager_experts, padded_experts
 from .fused_experts import fused_experts
 from .grouped_matmul import Backend, unsupported_reason
@@ -37,6 +37,7 @@ def expert_mlp(
     capacity: int | None = None,
     dropout: float = 0.0,
     dropout_rows: Tensor | None = None,
+    assignments: Assignments | None = None,
     implementation: Implementation = "auto",
     residual: Tensor | None = None,
 ) -> Tensor:
@@ -58,6 +59,7 @@ def expert_mlp(
         capacity: rows computed per expert, for `padded` only; assignments beyond it are dropped.
         dropout: dropout probability after the nonlinearity; 0 outside training.
         dropout_rows: what the masks of the assignments are functions of, int64 (T, k); None draws it.
+        assignments: `sorted_assignments` of these experts, if they have been sorted; None sorts them.
         implementation: `triton`, our grouped matmuls, `grouped_mm`, torch's (bf16, sm_90 or later; ours where there is
             a bias, which torch's do not add), and `padded`, batched matmuls of `capacity` rows, do not synchronize with
             the host; `sequential`, the reference, loops over the experts and reads counts on the host. `auto`:
@@ -99,12 +101,18 @@ def expert_mlp(
         reason = unsupported_reason(backend, hidden, *up.shape[1:], down.shape[2])
         if reason:
             raise ValueError(f"`implementation` ({implementation}) {reason}; `sequential` runs everywhere.")
-        assignments = sorted_assignments(experts, len(up), kept)
-        fused = nonlinearity in FUSED_ACTIVATIONS and dropout_mask is None
-        if backend != "loop" and fused and use_triton(hidden):
+        assignments = assignments or sorted_assignments(experts, len(up), kept)
+        if runs_fused(hidden, nonlinearity, dropout, implementation):
             return fused_experts(hidden, experts, gates, weights, assignments, backend=backend, residual=residual)
         output = eager_experts(hidden, gates, weights, assignments, dropout_mask=dropout_mask, backend=backend)
     return output if residual is None else residual + output
+
+
+def runs_fused(hidden: Tensor, nonlinearity: str, dropout: float, implementation: Implementation) -> bool:
+    """Return True if `expert_mlp` of tokens like these is `fused_experts`; the arguments are as there."""
+    if implementation in ("sequential", "padded") or dropout or nonlinearity not in FUSED_ACTIVATIONS:
+        return False
+    return triton_runs_on(hidden) if implementation == "auto" else use_triton(hidden)
 
 
 def _check_shapes(hidden: Tensor, experts: Tensor, gates: Tensor, weights: ExpertWeights, kept: Tensor | None) -> None:

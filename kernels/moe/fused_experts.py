@@ -9,9 +9,10 @@ need not be saved. After SonicMoE (arXiv 2512.14080).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -148,18 +149,19 @@ def _experts_backward(
     gated: bool,
     backend: str,
     frozen: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return gradients of hidden, gates, up, down, up_bias and down_bias; empty for an absent bias.
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return gradients of hidden, gates, the result of the first projection, down and down_bias, if there is one.
 
     With `frozen` all but the first two are empty.
     """
     if not len(hidden):
-        weights = (up, down, up_bias, down_bias)
-        d_up, d_down, d_up_bias, d_down_bias = (
-            gradient.new_empty(0) if frozen or weight is None else torch.zeros_like(weight) for weight in weights
+        down_gradient, down_bias_gradient = (
+            gradient.new_empty(0) if frozen or weight is None else torch.zeros_like(weight)
+            for weight in (down, down_bias)
         )
-        return hidden.clone(), gates.clone(), d_up, d_down, d_up_bias, d_down_bias
-    hidden, gradient = hidden.contiguous(), gradient.contiguous()
+        projected_gradient = gradient.new_empty(0) if frozen else projected.clone()
+        return hidden.clone(), gates.clone(), projected_gradient, down_gradient, down_bias_gradient
+    gradient = gradient.contiguous()
     rows = _make_rows(order, ends, places.shape[1], up, down, backend)
     operand = rows.operand(gradient)
     inner_gradient = rows.token_matmul(operand, down)
@@ -178,37 +180,97 @@ def _experts_backward(
             dense_gates = torch.zeros(len(gradient), len(ends) + 1, device=gradient.device)
             dense_gates = dense_gates.scatter(1, torch.where(places >= 0, experts, len(ends)), gates.float())[:, :-1]
             down_bias_gradient = (dense_gates.t() @ gradient.float()).to(down_bias.dtype)
-    up_gradient = gradient.new_empty(0)
-    if not frozen:
-        up_gradient = rows.outer(projected_gradient, rows.operand(hidden), gather="right")
-    up_bias_gradient = gradient.new_empty(0)
-    if up_bias is not None and not frozen:  # the sum over rows as a product with ones
-        ones = projected_gradient.new_ones(1, 16).expand(len(order), 16)
-        up_bias_gradient = triton_grouped_outer(projected_gradient, ones, ends, rows.tiles)[:, :, 0].contiguous()
-    row_gradient = rows.row_matmul(projected_gradient, up)
-    hidden_gradient = triton_combine(row_gradient, None, places)
-    return (
-        hidden_gradient,
-        gate_gradient.to(gates.dtype),
-        up_gradient,
-        down_gradient,
-        up_bias_gradient,
-        down_bias_gradient,
-    )
+    hidden_gradient = triton_combine(rows.row_matmul(projected_gradient, up), None, places)
+    if frozen:
+        projected_gradient = gradient.new_empty(0)
+    return hidden_gradient, gate_gradient.to(gates.dtype), projected_gradient, down_gradient, down_bias_gradient
 
 
 @_experts_backward.register_fake
 def _(
     gradient: Tensor, projected: Tensor, hidden: Tensor, gates: Tensor, up: Tensor, down: Tensor,
     up_bias: Tensor | None, down_bias: Tensor | None, *others: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     frozen: bool = others[-1]
-    hidden_gradient, gate_gradient = (x.new_empty(x.shape) for x in (hidden, gates))
-    if frozen:
-        return hidden_gradient, gate_gradient, *(gradient.new_empty(0) for _ in range(4))  # type: ignore[return-value]
-    up_gradient, down_gradient = (x.new_empty(x.shape) for x in (up, down))
-    biases = (gradient.new_empty(0 if bias is None else bias.shape) for bias in (up_bias, down_bias))
-    return hidden_gradient, gate_gradient, up_gradient, down_gradient, *biases  # type: ignore[return-value]
+    present = (projected, down, down_bias)
+    found = (gradient.new_empty(0 if frozen or each is None else each.shape) for each in present)
+    return hidden.new_empty(hidden.shape), gates.new_empty(gates.shape), *found  # type: ignore[return-value]
+
+
+@torch.library.custom_op("stoker::moe_experts_up_gradients", mutates_args=())
+def _up_gradients(
+    projected_gradient: Tensor,
+    hidden: Tensor,
+    up: Tensor,
+    down: Tensor,
+    up_bias: Tensor | None,
+    order: Tensor,
+    ends: Tensor,
+    places: Tensor,
+    backend: str,
+) -> tuple[Tensor, Tensor]:
+    """Return gradients of up and up_bias; empty for an absent bias."""
+    if not len(hidden):
+        return torch.zeros_like(up), hidden.new_zeros(0 if up_bias is None else up_bias.shape)
+    rows = _make_rows(order, ends, places.shape[1], up, down, backend)
+    up_gradient = rows.outer(projected_gradient, rows.operand(hidden.contiguous()), gather="right")
+    if up_bias is None:
+        return up_gradient, hidden.new_empty(0)
+    # the sum over rows as a product with ones
+    ones = projected_gradient.new_ones(1, 16).expand(len(order), 16)
+    up_bias_gradient = triton_grouped_outer(projected_gradient, ones, ends, rows.tiles)[:, :, 0].contiguous()
+    return up_gradient, up_bias_gradient
+
+
+@_up_gradients.register_fake
+def _(
+    projected_gradient: Tensor, hidden: Tensor, up: Tensor, down: Tensor, up_bias: Tensor | None, *others: Any
+) -> tuple[Tensor, Tensor]:
+    return hidden.new_empty(up.shape), hidden.new_empty(0 if up_bias is None else up_bias.shape)
+
+
+class SavedExperts(NamedTuple):
+    """Tensors that the backward of fused experts reads, and what else it depends on.
+
+    Attributes:
+        tensors: result of the first projection, hidden, gates, up, down, up_bias, down_bias, experts, order, ends and
+            places.
+        nonlinearity: as in `expert_mlp`.
+        gated: likewise.
+        backend: see `grouped_matmul`.
+        frozen: no weight or bias requires a gradient.
+    """
+
+    tensors: tuple[Any, ...]
+    nonlinearity: str
+    gated: bool
+    backend: str
+    frozen: bool
+
+    def gradients(
+        self, gradient: Tensor, meanwhile: Callable[[Tensor, Tensor], tuple[Tensor | None, ...]] | None = None
+    ) -> tuple[Tensor | None, ...]:
+        """Return gradients of hidden, gates, up, down, up_bias and down_bias; None for those frozen or absent.
+
+        Args:
+            gradient: of the output, (T, h).
+            meanwhile: called with the first two as soon as they are known, to start what runs beside the last matmul;
+                returns what to return in their place.
+        """
+        projected, hidden, _, up, down, up_bias, down_bias, _, order, ends, places = self.tensors
+        hidden_gradient, gate_gradient, projected_gradient, down_gradient, down_bias_gradient = _experts_backward(
+            gradient.to(projected.dtype), *self.tensors, *self[1:]
+        )
+        first: tuple[Tensor | None, ...] = hidden_gradient, gate_gradient
+        if meanwhile is not None:
+            first = meanwhile(hidden_gradient, gate_gradient)
+        if self.frozen:
+            return *first, None, None, None, None
+        up_gradient, up_bias_gradient = _up_gradients(
+            projected_gradient, hidden, up, down, up_bias, order, ends, places, self.backend
+        )
+        biases = None if up_bias is None else up_bias_gradient, None if down_bias is None else down_bias_gradient
+        return *first, up_gradient, down_gradient, *biases
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -220,9 +282,10 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 def _backward(ctx: Any, gradient: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
     if gradient is None:
         return (None,) * 14
-    saved = ctx.saved_tensors  # accessed once: activation checkpointing allows unpacking only once
-    frozen = not any(ctx.needs_input_grad[2:6])
-    gradients = _experts_backward(gradient.to(saved[0].dtype), *saved, *ctx.options, frozen)
+    # accessed once: activation checkpointing allows unpacking only once
+    nonlinearity, gated, backend = ctx.options
+    saved = SavedExperts(ctx.saved_tensors, nonlinearity, gated, backend, not any(ctx.needs_input_grad[2:6]))
+    gradients = saved.gradients(gradient)
     present = (x if needed else None for x, needed in zip(gradients, ctx.needs_input_grad[:6], strict=True))
     return *present, *(None,) * 7, gradient if ctx.needs_input_grad[13] else None
 
@@ -241,5 +304,19 @@ def fused_experts(
     residual: Tensor | None,
 ) -> Tensor:
     """`expert_mlp` without dropout, where Triton runs, with any `backend` of `grouped_matmul` but `loop`."""
+    return fused_experts_and_saved(hidden, experts, gates, weights, assignments, backend=backend, residual=residual)[0]
+
+
+def fused_experts_and_saved(
+    hidden: Tensor,
+    experts: Tensor,
+    gates: Tensor,
+    weights: ExpertWeights,
+    assignments: Assignments,
+    *,
+    backend: Backend,
+    residual: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return the output of `fused_experts`, and the result of the first projection for `SavedExperts`."""
     *matrices, nonlinearity, gated = weights
-    return _experts(hidden, gates, *matrices, experts, *assignments, nonlinearity, gated, backend, residual)[0]
+    return _experts(hidden, gates, *matrices, experts, *assignments, nonlinearity, gated, backend, residual)

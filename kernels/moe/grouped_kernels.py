@@ -25,7 +25,7 @@ def _load_tile(pointers, first, stop, inside, MASKED: tl.constexpr):
     return tl.load(pointers, mask=(first < stop) & inside, other=0.0) if MASKED else tl.load(pointers)
 
 
-@jit
+@jit(do_not_specialize=["rows"])  # changes from step to step where ranks exchange tokens
 def grouped_matmul_kernel(
     left_pointer, order_pointer, matrices_pointer, bias_pointer, out_pointer, active_pointer,
     ends_pointer, tile_experts_pointer, tile_rows_pointer, tile_count_pointer,

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..dropout import dropout as apply_dropout
 from ..launch import triton_runs_on
-from .assignments import draw_assignment_rows, padded_assignments, sorted_assignments
+from .assignments import Assignments, draw_assignment_rows, padded_assignments, sorted_assignments
 from .grouped_matmul import Backend, grouped_matmul
 from .permute import combine_rows, gather_rows
 from .reference_experts import apply_activation
@@ -74,6 +74,7 @@ def lora_expert_mlp(
     capacity: int | None = None,
     dropout: float = 0.0,
     dropout_rows: Tensor | None = None,
+    assignments: Assignments | None = None,
     sequential: bool = False,
 ) -> Tensor:
     """`expert_mlp` with LoRA.
@@ -106,7 +107,7 @@ def lora_expert_mlp(
             return result.flatten(0, 1)
 
     else:
-        order, ends, places = sorted_assignments(experts, len(up), kept)
+        order, ends, places = assignments or sorted_assignments(experts, len(up), kept)
         backend: Backend = "loop" if sequential or not triton_runs_on(hidden) else "auto"
 
         def product(rows: Tensor, matrices: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -30,7 +30,7 @@ class Tiles(NamedTuple):
     block: int
 
 
-@jit
+@jit(do_not_specialize=["rows"])  # changes from step to step where ranks exchange tokens
 def tiles_kernel(
     ends_pointer, experts_pointer, rows_pointer, count_pointer, heaviest_pointer, experts, rows,
     BLOCK_ROWS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK: tl.constexpr,

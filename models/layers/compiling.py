@@ -26,13 +26,17 @@ def configure_dynamo(*, traces_counts: bool = False) -> None:
     under it, the matmuls of an fp32 router would have bf16 gradients (pytorch #153044, #179804).
 
     Args:
-        traces_counts: the host reads numbers of rows in a graph, which has shapes that depend on them.
+        traces_counts: the host reads numbers of rows in a graph, which has shapes that depend on them, and other
+            operations between the start of an exchange of rows and the wait for it. Inductor would reorder them for
+            less memory, to where nothing runs beside an exchange.
     """
     from torch._dynamo import config  # takes seconds to import
     from torch._functorch import config as autograd_config
+    from torch._inductor import config as inductor_config
 
     config.recompile_limit = max(config.recompile_limit, RECOMPILE_LIMIT)
     config.capture_scalar_outputs = config.capture_scalar_outputs or traces_counts
+    inductor_config.reorder_for_peak_memory = inductor_config.reorder_for_peak_memory and not traces_counts
     autograd_config.backward_pass_autocast = "off"
     # Inductor 2.11 warns for every softmax over fewer than 8 elements, such as the router's over a few experts.
     warnings.filterwarnings("ignore", message=r"\s*Online softmax is disabled")

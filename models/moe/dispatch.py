@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ...kernels.moe.assignments import padded_assignments, sorted_assignments
+from ...kernels.moe.assignments import Assignments, padded_assignments, sorted_assignments
 from ...kernels.moe.permute import combine_rows, gather_rows
 from ..parallel.expert import ExpertParallel, InFlight, all_gather, all_to_all, start
 from .router import Routing
@@ -36,6 +36,7 @@ class ExpertInputs(NamedTuple):
         kept: bool, False where another rank has the expert or none computes it; None keeps all.
         capacity: rows to compute for each expert; None for those there are.
         dropout_rows: `assignment_rows`, of the same shape as the gates; None without dropout.
+        assignments: `sorted_assignments` of the experts, if they have been sorted.
     """
 
     tokens: Tensor
@@ -44,6 +45,7 @@ class ExpertInputs(NamedTuple):
     kept: Tensor | None
     capacity: int | None
     dropout_rows: Tensor | None = None
+    assignments: Assignments | None = None
 
 
 class Dispatched(NamedTuple):
@@ -56,6 +58,7 @@ class Dispatched(NamedTuple):
         kept: mask of these.
         capacity: rows to compute for each expert.
         dropout_rows: `assignment_rows` on their way; None without dropout.
+        assignments: of the rows that arrive, sorted while they are on their way; None if padded.
         order: assignment of each row that this rank has sent; None of `allgather`.
         places: row of each assignment, (n, k), -1 if dropped; None of `allgather`.
     """
@@ -66,13 +69,16 @@ class Dispatched(NamedTuple):
     kept: Tensor | None
     capacity: int | None
     dropout_rows: InFlight | None
+    assignments: Assignments | None
     order: Tensor | None = None
     places: Tensor | None = None
 
     def receive(self) -> ExpertInputs:
         """Wait for the tokens."""
         rows = None if self.dropout_rows is None else self.dropout_rows.wait()
-        return ExpertInputs(self.tokens.wait(), self.experts, self.gates.wait(), self.kept, self.capacity, rows)
+        return ExpertInputs(
+            self.tokens.wait(), self.experts, self.gates.wait(), self.kept, self.capacity, rows, self.assignments
+        )
 
     def combine(self, rows: Tensor) -> Tensor:
         """Return the sum of each token's expert outputs, (n, h), from the outputs of this rank's experts, (rows, h)."""
@@ -112,26 +118,36 @@ def dispatch_all_to_all(
 ) -> Dispatched:
     """`Dispatcher` that sends a row for each assignment to the rank of its expert."""
     (chosen, gates), number = routing.assignment, ranks.size * experts
-    local, slots = torch.arange(experts, device=tokens.device), routing.slots if pad else None
+    slots = routing.slots if pad else None
+
+    def gather() -> tuple[Tensor, Tensor]:
+        return gather_rows(tokens, order, places), gather_rows(gates.reshape(-1, 1), order, places.reshape(-1, 1))
+
     if slots is not None:
         order, places = padded_assignments(chosen, number, slots, routing.keep_mask)
         sent = received = [experts * slots] * ranks.size
-        local = local.repeat_interleave(slots).repeat(ranks.size)
+        repeats = slots
+        gathered = gather()
     else:
         order, ends, places = sorted_assignments(chosen, number, routing.keep_mask)
-        counts = torch.diff(ends, prepend=ends.new_zeros(1)).to(torch.int64)
-        arriving = ranks.exchange_counts(counts)
-        sent, received = torch.stack([counts.view(ranks.size, -1).sum(1), arriving.sum(1)]).tolist()
-        order = order[: sum(sent)]
-        local = local.repeat(ranks.size).repeat_interleave(arriving.flatten(), output_size=sum(received))
+        counts = ranks.start_counts(torch.diff(ends, prepend=ends.new_zeros(1)).to(torch.int64))
+        # beside the exchange of the counts, unless their number says which rows are sent
+        gathered = gather() if routing.keep_mask is None else None
+        arriving, sent, received = counts.wait(ranks.size)
+        if gathered is None:
+            order = order[: sum(sent)]
+            gathered = gather()
+        repeats = arriving.flatten()
     exchange = all_to_all(ranks, sent, received)
-    rows = start(gather_rows(tokens, order, places), exchange)
-    row_gates = start(gather_rows(gates.reshape(-1, 1), order, places.reshape(-1, 1)), exchange)
-    capacity = None if slots is None else slots * ranks.size
+    rows, row_gates = (start(each, exchange) for each in gathered)
     sent_rows = None
     if dropout_rows is not None:
         sent_rows = start(dropout_rows.flatten()[order.clamp(min=0)][:, None], exchange)
-    return Dispatched(rows, row_gates, local[:, None], None, capacity, sent_rows, order, places)
+    local = torch.arange(experts, device=tokens.device).repeat(ranks.size)
+    local = local.repeat_interleave(repeats, output_size=sum(received)).unsqueeze(1)
+    capacity = None if slots is None else slots * ranks.size
+    arrivals = None if pad else sorted_assignments(local, experts)
+    return Dispatched(rows, row_gates, local, None, capacity, sent_rows, arrivals, order, places)
 
 
 def dispatch_all_gather(
@@ -151,7 +167,9 @@ def dispatch_all_gather(
     here = (local >= 0) & (local < experts)
     capacity = None if slots is None else slots * ranks.size
     sent_rows = None if dropout_rows is None else start(dropout_rows, exchange)
-    return Dispatched(rows, row_gates, local.clamp(0, experts - 1), here, capacity, sent_rows)
+    local = local.clamp(0, experts - 1)
+    arrivals = None if pad else sorted_assignments(local, experts, here)
+    return Dispatched(rows, row_gates, local, here, capacity, sent_rows, arrivals)
 
 
 DISPATCHERS: dict[DispatcherName, Dispatcher] = {

@@ -10,14 +10,16 @@ from torch import Tensor, nn
 
 from ...kernels.fp8.experts import fp8_experts
 from ...kernels.moe.assignments import assignment_rows, sorted_assignments
-from ...kernels.moe.expert_mlps import expert_mlp
+from ...kernels.moe.expert_mlps import expert_mlp, runs_fused
+from ...kernels.moe.reference_experts import ExpertWeights
 from ..config.moe import MoESlice
 from ..config.stack import StackSlice
 from ..layers.dropout import ACTIVATION, LayerDropout, require_dropout
 from ..layers.mlp import load_activation
 from ..parallel.expert import ExpertParallel
 from ..parallel.fp8 import Fp8Product
-from .dispatch import DISPATCHERS, DispatcherName, ExpertInputs
+from .dispatch import DISPATCHERS, Dispatched, DispatcherName, ExpertInputs
+from .overlapped_experts import overlapped_experts
 from .router import Routing
 
 
@@ -92,7 +94,7 @@ class Experts(nn.Module):
         rows = self._dropout_rows(routing, dropout)
         sent = DISPATCHERS[self.dispatcher](tokens, routing, self.ranks, len(self.up), self.pad_to_capacity, rows)
         added = None if beside is None else beside()
-        output = sent.combine(self.compute(sent.receive()))
+        output = sent.combine(self.compute_arriving(sent))
         return output if added is None else output + added
 
     def add_to_residual(
@@ -115,32 +117,41 @@ class Experts(nn.Module):
         drawn = require_dropout(dropout)
         return assignment_rows(drawn.keys[ACTIVATION], drawn.stream_tokens, routing.assignment.experts.shape[1])
 
+    def compute_arriving(self, sent: Dispatched) -> Tensor:
+        """Return `compute` of tokens on their way."""
+        tokens, gates, dropout = sent.tokens, sent.gates, self.dropout if self.training else 0.0
+        in_fp8 = self.fp8 is not None and self.training
+        fused = runs_fused(tokens.arriving, self.nonlinearity, dropout, self.implementation)
+        if sent.assignments is None or in_fp8 or not fused:
+            return self.compute(sent.receive())
+        dtype = tokens.arriving.dtype  # not that of the weights under autocast
+        up, down, up_bias, down_bias = (
+            None if each is None else each.to(dtype) for each in (self.up, self.down, self.up_bias, self.down_bias)
+        )
+        assert up is not None
+        assert down is not None
+        weights = ExpertWeights(up, down, up_bias, down_bias, self.nonlinearity, self.gated)
+        return overlapped_experts(tokens, gates, sent.experts, weights, sent.assignments)
+
     def compute(self, inputs: ExpertInputs, residual: Tensor | None = None) -> Tensor:
         """Return the weighted outputs of this rank's experts, shaped like the tokens, plus `residual`."""
         if self.fp8 is not None and self.training:
             return self._compute_in_fp8(inputs, self.fp8, residual)
-        tokens, weights = inputs.tokens, (self.up, self.down, self.up_bias, self.down_bias)
-        if torch.is_autocast_enabled(tokens.device.type):
-            dtype = torch.get_autocast_dtype(tokens.device.type)
-            tokens = tokens.to(dtype)
-            weights = tuple(None if weight is None else weight.to(dtype) for weight in weights)
-        up, down, up_bias, down_bias = weights
-        assert up is not None
-        assert down is not None
         return expert_mlp(
-            tokens,
+            inputs.tokens,
             inputs.experts,
             inputs.gates,
-            up,
-            down,
+            self.up,
+            self.down,
             nonlinearity=self.nonlinearity,
             gated=self.gated,
-            up_bias=up_bias,
-            down_bias=down_bias,
+            up_bias=self.up_bias,
+            down_bias=self.down_bias,
             kept=inputs.kept,
             capacity=inputs.capacity,
             dropout=self.dropout if self.training else 0.0,
             dropout_rows=inputs.dropout_rows,
+            assignments=inputs.assignments,
             implementation=self.implementation if inputs.capacity is None else "padded",
             residual=residual,
         )
@@ -154,7 +165,7 @@ class Experts(nn.Module):
             inputs.gates,
             self.up,
             self.down,
-            sorted_assignments(inputs.experts, len(self.up), inputs.kept),
+            inputs.assignments or sorted_assignments(inputs.experts, len(self.up), inputs.kept),
             nonlinearity=self.nonlinearity,
             gated=self.gated,
             recipe=up.recipe,

@@ -254,7 +254,8 @@ def _dispatch_traffic(inputs: StackInputs, moe: MoESlice) -> tuple[Collective, .
         )
     rows, counts = expert_rows(moe, tokens, inputs.routed_tokens), 0 if moe.pad_to_capacity else moe.experts * 8
     exchanged = Collective("expert", "all-to-all", rows * (2 * width + gate), "backward", number=3)
-    return exchanged._replace(during="forward", num_bytes=exchanged.num_bytes + counts), exchanged
+    number = exchanged.number + bool(counts)
+    return exchanged._replace(during="forward", num_bytes=exchanged.num_bytes + counts, number=number), exchanged
 
 
 def runs_eager_experts(inputs: StackInputs, moe: MoESlice) -> bool:

@@ -43,10 +43,33 @@ class ExpertParallel:
         """Return the sum over the ranks, of which autograd sees nothing."""
         return _ops.wait_tensor(_ops.all_reduce(tensor, "sum", self.group))
 
-    def exchange_counts(self, counts: Tensor) -> Tensor:
-        """Return (size, E / size), the rows that each rank sends to this one's experts, from this rank's own (E,)."""
+    def start_counts(self, counts: Tensor) -> ArrivingCounts:
+        """Start to send each rank the numbers of rows for its experts, from this rank's own (E,)."""
         even = [len(counts) // self.size] * self.size
-        return _ops.wait_tensor(_ops.all_to_all_single(counts, even, even, self.group)).view(self.size, -1)
+        return ArrivingCounts(counts, _ops.all_to_all_single(counts, even, even, self.group))
+
+
+class ArrivingCounts(NamedTuple):
+    """Numbers of rows in an exchange.
+
+    Attributes:
+        own: rows of this rank for each expert, (E,).
+        arriving: those of each rank for each of this rank's experts, (E,), not to be read before they have arrived.
+    """
+
+    own: Tensor
+    arriving: Tensor
+
+    def wait(self, ranks: int) -> tuple[Tensor, list[int], list[int]]:
+        """Return (ranks, E / ranks), the rows that arrive for each expert, and the rows sent to and received from each.
+
+        The host waits for the device once, for the only numbers that it needs in both passes. Read from the device,
+        `tolist` of a compiled graph would wait for each number.
+        """
+        arriving = _ops.wait_tensor(self.arriving).view(ranks, -1)
+        totals = torch.stack([self.own.view(ranks, -1).sum(1), arriving.sum(1)])
+        sent, received = totals.to("cpu").tolist()
+        return arriving, sent, received
 
 
 class Exchange(NamedTuple):
@@ -85,7 +108,8 @@ def all_gather(ranks: ExpertParallel) -> Exchange:
     return Exchange("all_gather", ranks.size, ranks.group, [], [])
 
 
-def _begin(rows: Tensor, exchange: Exchange) -> Tensor:
+def begin(rows: Tensor, exchange: Exchange) -> Tensor:
+    """Start the exchange of (rows, ...), unknown to autograd; return the rows that arrive, not to be read yet."""
     rows = rows.contiguous()
     if exchange.kind == "all_to_all":
         return _ops.all_to_all_single(rows, exchange.received, exchange.sent, exchange.group)
@@ -94,8 +118,13 @@ def _begin(rows: Tensor, exchange: Exchange) -> Tensor:
     return _ops.reduce_scatter_tensor(rows, "sum", exchange.ranks, exchange.group)
 
 
+def wait(arriving: Tensor) -> Tensor:
+    """Return the rows of an exchange when they have arrived, unknown to autograd."""
+    return _ops.wait_tensor(arriving)
+
+
 class _WaitForGradient(torch.autograd.Function):
-    """Identity whose backward waits for the gradient that `_Receive` has started to exchange."""
+    """Identity whose backward waits for the gradient that `begin` has started to exchange."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor) -> Tensor:
@@ -103,18 +132,18 @@ class _WaitForGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return _ops.wait_tensor(gradient)
+        return wait(gradient)
 
 
 class _Receive(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, arriving: Tensor, exchange: Exchange) -> Tensor:
         ctx.exchange = exchange
-        return _ops.wait_tensor(arriving)
+        return wait(arriving)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return _begin(gradient, ctx.exchange.transposed()), None, None
+        return begin(gradient, ctx.exchange.transposed()), None, None
 
 
 class InFlight(NamedTuple):
@@ -132,4 +161,4 @@ class InFlight(NamedTuple):
 def start(rows: Tensor, exchange: Exchange) -> InFlight:
     """Start the exchange of (rows, ...)."""
     waited: Any = _WaitForGradient.apply(rows)
-    return InFlight(waited, _begin(rows.detach(), exchange), exchange)
+    return InFlight(waited, begin(rows.detach(), exchange), exchange)

@@ -16,7 +16,7 @@ from ..config.peft import LoRASlice
 from ..layers.dropout import DropoutMask, require_dropout
 from ..layers.fused_linear import FusedLinear
 from ..layers.norm import LayerNorm, RMSNorm
-from ..moe.dispatch import ExpertInputs
+from ..moe.dispatch import Dispatched, ExpertInputs
 from ..moe.experts import Experts
 from ..parallel.fp8 import Fp8Product
 from .added_parameters import PeftModule, init_matrix
@@ -176,6 +176,10 @@ class LoRAExperts(Experts, PeftModule):
         else:
             self.down_lora_a = self.down_lora_b = None
 
+    def compute_arriving(self, sent: Dispatched) -> Tensor:
+        """Return `compute` of tokens on their way."""
+        return self.compute(sent.receive())
+
     def compute(self, inputs: ExpertInputs, residual: Tensor | None = None) -> Tensor:
         """Return the weighted outputs of this rank's experts, as in `Experts`."""
         training, lora = self.training, self.lora
@@ -201,6 +205,7 @@ class LoRAExperts(Experts, PeftModule):
             capacity=inputs.capacity,
             dropout=self.dropout if training else 0.0,
             dropout_rows=inputs.dropout_rows,
+            assignments=inputs.assignments,
             sequential=self.implementation == "sequential",
         )
         return output if residual is None else residual + output

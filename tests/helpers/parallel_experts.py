@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import torch
@@ -150,4 +151,127 @@ def _compare_passes(
             if context is not None:
                 logits[0] = SequenceShard(context, family != "bert").local(logits[0])
             found[f"logits {length}"] = float((logits[0] - logits[1]).abs().max())
+    return found
+
+
+def compare_overlapped(directory: str, size: int, cases: list[list[Any]]) -> list[dict[str, float]]:
+    """Run experts in fp32 on Triton's interpreter on `size` ranks, each case [changes of `Experts`, options].
+
+    Options: `dropped` assignments, `frozen` weights, `compile` to a graph, and compile by `inductor`.
+
+    Returns:
+        The largest differences from the same experts computed after their tokens have arrived; compiled also the number
+        of collectives `forward` and `backward`, of numbers `read` by the host in the backward pass, and of `overlapped`
+        matmuls of weights that follow the start of an exchange in it, before the wait for it.
+    """
+    return on_ranks(directory, size, _compare_overlapped, cases)
+
+
+def _compare_overlapped(rank: int, size: int, changes: dict[str, Any], options: dict[str, Any]) -> dict[str, float]:
+    import torch.distributed as dist
+    from compiled_graphs import CompiledGraphs
+    from torch._inductor import config as inductor_config
+    from torch._inductor.utils import run_and_get_code
+
+    from stoker.kernels.moe.routing import RoutingResult
+    from stoker.models.layers.compiling import configure_dynamo
+    from stoker.models.moe.experts import Experts
+    from stoker.models.moe.router import Routing
+    from stoker.models.parallel.expert import ExpertParallel
+
+    number, width, tokens = 4, 16, 12
+    generator = torch.Generator().manual_seed(rank)
+    keys: dict[str, Any] = {
+        "nonlinearity": "silu", "gated": True, "bias": False, "dropout": 0.0, "implementation": "triton",
+        "pad_to_capacity": False,
+    }  # fmt: skip
+    experts: Any = Experts(number // size, width, 32, **keys | changes)
+    experts.ranks = ExpertParallel(rank, size, dist.distributed_c10d._get_default_group().group_name)
+    for parameter in experts.parameters():
+        parameter.data.normal_(generator=generator)
+        parameter.requires_grad_("frozen" not in options)
+    chosen = torch.rand(tokens, number, generator=generator).argsort(1)[:, :2].contiguous()
+    kept = torch.rand(tokens, 2, generator=generator) > 0.3 if "dropped" in options else None
+    hidden = torch.randn(tokens, width, generator=generator, requires_grad=True)
+    gates = torch.rand(tokens, 2, generator=generator, requires_grad=True)
+    trained = {name: each for name, each in experts.named_parameters() if each.requires_grad}
+    outer = torch.randn(tokens, width, generator=generator)
+
+    def run(call: Any) -> dict[str, Tensor]:
+        output = call(hidden, Routing(RoutingResult(chosen, gates), kept, None, hidden))
+        gradients = torch.autograd.grad((output * outer).sum(), [hidden, gates, *trained.values()])
+        return dict(zip(("output", "hidden", "gates", *trained), (output.detach(), *gradients), strict=True))
+
+    counts: dict[str, float] = {}
+    configure_dynamo(traces_counts=True)
+    if "inductor" in options:
+        inductor_config.compile_threads = 1
+        compiled = torch.compile(experts.forward, fullgraph=True, dynamic=False)
+        found, code = run_and_get_code(run, compiled)
+        counts = _count_operations(*(re.findall(r"torch\.ops\.([\w.]+)\(", each) for each in code))
+    elif "compile" in options:
+        graphs = CompiledGraphs()
+        found = run(torch.compile(experts.forward, backend=graphs.backend, fullgraph=True))
+        counts = _count_operations(*map(_called, (*graphs.forwards, *graphs.backwards)))
+    else:
+        found = run(experts)
+    experts.compute_arriving = lambda sent: experts.compute(sent.receive())
+    wanted = run(experts)
+    return counts | {name: float((found[name] - wanted[name]).abs().max()) for name in wanted}
+
+
+def _called(graph: Any) -> list[str]:
+    return [str(node.target) for node in graph.nodes if node.op == "call_function"]
+
+
+def _count_operations(forward: list[str], backward: list[str]) -> dict[str, float]:
+    exchanges = ("_c10d_functional.all_to_all_single.default", "_c10d_functional.all_gather_into_tensor.default",
+                 "_c10d_functional.reduce_scatter_tensor.default")  # fmt: skip
+    in_flight = overlapped = 0
+    for name in backward:
+        in_flight += (name in exchanges) - (name == "_c10d_functional.wait_tensor.default")
+        overlapped += name == "stoker.moe_experts_up_gradients.default" and in_flight > 0
+    return {
+        "forward": sum(map(forward.count, exchanges)),
+        "backward": sum(map(backward.count, exchanges)),
+        "read": backward.count("aten._local_scalar_dense.default"),
+        "overlapped": overlapped,
+    }
+
+
+def count_waits(ranks: int) -> list[str]:
+    """Return the operations of a dispatch over `ranks` ranks for which the host would wait for a CUDA device."""
+    import torch.distributed as dist
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    from stoker.kernels.moe import assignments
+    from stoker.kernels.moe.routing import RoutingResult
+    from stoker.models.moe.dispatch import dispatch_all_to_all
+    from stoker.models.moe.router import Routing
+    from stoker.models.parallel.expert import ExpertParallel
+
+    found: list[str] = []
+    assignments.triton_runs_on = lambda _: True  # rows are sorted by the operation of a GPU
+
+    class Waits(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = func(*args, **(kwargs or {}))
+            on_device = any(isinstance(each, Tensor) and each.is_cuda for each in args)
+            to_host = isinstance(result, Tensor) and result.is_cpu
+            tags = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+            sized = (kwargs or {}).get("output_size") is not None  # of `repeat_interleave`
+            if on_device and not sized and (to_host or tags.intersection(func.tags)):
+                found.append(str(func))
+            return result
+
+    dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
+    own = ExpertParallel(0, ranks, dist.distributed_c10d._get_default_group().group_name)
+    # fake tensors are read number by number, as in a compiled graph
+    with FakeTensorMode(shape_env=ShapeEnv()), torch.no_grad(), torch.device("cuda"), Waits():
+        tokens, gates, chosen = torch.randn(64, 32), torch.rand(64, 2), torch.zeros(64, 2, dtype=torch.int64)
+        sent = dispatch_all_to_all(tokens, Routing(RoutingResult(chosen, gates), None, None, tokens), own, 2, False)
+        sent.combine(sent.receive().tokens)
     return found

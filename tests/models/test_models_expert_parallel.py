@@ -126,6 +126,33 @@ def test_what_cannot_be_split_is_refused(
         build(keys, tensor, experts=experts)
 
 
+OVERLAPPED: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({}, {"compile": True}),
+    ({"dispatcher": "allgather"}, {"compile": True}),
+    ({"bias": True}, {"compile": True, "dropped": True}),
+    ({}, {"compile": True, "frozen": True}),
+    ({"bias": True, "gated": False, "nonlinearity": "gelu"}, {"dropped": True}),
+    ({"dispatcher": "allgather"}, {"frozen": True}),
+    *extra(({}, {"inductor": True}), ({"dispatcher": "allgather"}, {"inductor": True})),
+]
+
+
+def test_gradients_are_sent_beside_a_matmul_and_are_the_same_bits(forks: ForkServer, tmp_path: Path) -> None:
+    found = forks.call("parallel_experts", "compare_overlapped", str(tmp_path), 2, OVERLAPPED)
+    for (changes, options), counted in zip(OVERLAPPED, found, strict=True):
+        if "compile" in options or "inductor" in options:
+            # counts, tokens, gates and outputs; experts of tokens instead of counts
+            assert (counted.pop("forward"), counted.pop("backward")) == (4, 3), (changes, options)
+            assert counted.pop("read") == 0
+            assert counted.pop("overlapped") == ("frozen" not in options), (changes, options)
+        assert counted.keys() >= {"output", "hidden", "gates"}
+        assert not any(counted.values()), (changes, options, counted)
+
+
+def test_host_waits_once_for_the_sizes_of_an_exchange(forks: ForkServer) -> None:
+    assert forks.call("parallel_experts", "count_waits", 4) == ["aten._to_copy.default"]
+
+
 @full_only
 def test_compiled_layers_exchange_tokens_inside_their_graphs(forks: ForkServer, tmp_path: Path) -> None:
     cases = [
