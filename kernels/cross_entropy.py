@@ -9,7 +9,8 @@ which saves scaling the other gradients.
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -37,17 +38,23 @@ def reference_linear_cross_entropy(
     label_smoothing: float = 0.0,
     ignore_index: int = -100,
     denominator: Tensor | None = None,
+    z_loss: float = 0.0,
+    reduction: Literal["sum", "none"] = "sum",
 ) -> Tensor:
     """Reference in plain PyTorch, with all logits at once."""
     accumulate = torch.float64 if hidden.dtype == torch.float64 else torch.float32
     logits = F.linear(hidden, weight[:valid_vocab], None if bias is None else bias[:valid_vocab]).to(accumulate)
     if softcap:
         logits = softcap * torch.tanh(logits / softcap)
-    loss = F.cross_entropy(logits, labels, ignore_index=ignore_index, reduction="sum")
+    losses, kept = F.cross_entropy(logits, labels, ignore_index=ignore_index, reduction="none"), labels != ignore_index
     if label_smoothing:
-        all_tokens = -logits.log_softmax(dim=-1)[labels != ignore_index].sum()
-        loss = (1 - label_smoothing) * loss + label_smoothing / (valid_vocab - 1) * (all_tokens - loss)
-    return loss if denominator is None else loss / denominator
+        all_tokens = -logits.log_softmax(dim=-1).sum(dim=-1) * kept
+        losses = (1 - label_smoothing) * losses + label_smoothing / (valid_vocab - 1) * (all_tokens - losses)
+    if z_loss:
+        losses = losses + z_loss * logits.logsumexp(dim=-1).square() * kept
+    if reduction == "none":
+        return losses
+    return losses.sum() if denominator is None else losses.sum() / denominator
 
 
 # ---------------------------------------------------------------- custom operation
@@ -58,28 +65,34 @@ def _addmm_fp32_(total: Tensor, left: Tensor, right: Tensor) -> None:
     torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
 
 
-@torch.library.custom_op("stoker::linear_cross_entropy", mutates_args=())
-def _linear_cross_entropy(
+class _ChunkResults(NamedTuple):
+    """Losses of each chunk, and the gradients of `hidden`, `weight` and `bias`, empty where not needed."""
+
+    losses: list[Tensor]
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor
+
+
+def _run_chunks(
     hidden: Tensor,
     weight: Tensor,
     labels: Tensor,
-    valid_vocab: int,
-    ignore_index: int,
+    bias: Tensor | None,
+    *,
     chunk_tokens: int,
-    with_gradient: bool,
-    bias: Tensor | None = None,
-    smoothing: float = 0.0,
-    softcap: float = 0.0,
-    frozen: bool = False,
-    denominator: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return sum of losses / `denominator` and its gradients for `hidden`, `weight` and `bias`.
+    frozen: bool,
+    row_weights: Tensor | None = None,
+    **options: Any,
+) -> _ChunkResults:
+    """Compute losses and gradients chunk by chunk; `options` are those of `torch_loss_and_gradient`.
 
-    The gradients are empty without `with_gradient`; those of `weight` and `bias` are also empty with `frozen`.
+    With `frozen` the gradients of `weight` and `bias` are empty.
     """
+    with_gradient, valid_vocab = options["with_gradient"], options["valid_vocab"]
     accumulate = torch.float64 if hidden.dtype == torch.float64 else torch.float32
     use_triton = triton_runs_on(hidden)
-    total = torch.zeros((), dtype=accumulate, device=hidden.device)
+    chunks: list[Tensor] = []
     hidden_gradient = torch.empty_like(hidden) if with_gradient else hidden.new_empty(0)
     one_chunk = chunk_tokens >= len(hidden)
     accumulate_in_gemm = not one_chunk and can_accumulate_in_gemm(
@@ -87,17 +100,10 @@ def _linear_cross_entropy(
     )
     bias_sum = None if bias is None or frozen else torch.zeros(bias.shape, dtype=accumulate, device=bias.device)
     weight_sum: Tensor | None = None
-    options: Any = {
-        "valid_vocab": valid_vocab,
-        "ignore_index": ignore_index,
-        "with_gradient": with_gradient,
-        "smoothing": smoothing,
-        "softcap": softcap,
-        "denominator": denominator,
-    }
     for start in range(0, len(hidden), chunk_tokens):
         hidden_chunk = hidden[start : start + chunk_tokens]
         labels_chunk = labels[start : start + chunk_tokens]
+        options["row_weights"] = None if row_weights is None else row_weights[start : start + chunk_tokens]
         if use_triton:
             gradient, chunk_weight = F.linear(hidden_chunk, weight, bias), weight
             losses = triton_loss_and_gradient_(gradient, labels_chunk, **options)
@@ -105,7 +111,7 @@ def _linear_cross_entropy(
             chunk_weight = weight[:valid_vocab]
             logits = F.linear(hidden_chunk, chunk_weight, None if bias is None else bias[:valid_vocab])
             losses, gradient = torch_loss_and_gradient(logits, labels_chunk, **options)
-        total += losses.sum(dtype=accumulate)
+        chunks.append(losses)
         if with_gradient:
             if bias_sum is not None:
                 bias_sum[: gradient.shape[1]] += gradient.sum(dim=0, dtype=accumulate)
@@ -123,16 +129,58 @@ def _linear_cross_entropy(
                 _addmm_fp32_(weight_sum, gradient.t(), hidden_chunk)
             else:
                 weight_sum += gradient.t() @ hidden_chunk
-    if denominator is not None:
-        total /= denominator
     if not with_gradient or frozen:
-        return total, hidden_gradient, hidden.new_empty(0), hidden.new_empty(0)
+        return _ChunkResults(chunks, hidden_gradient, hidden.new_empty(0), hidden.new_empty(0))
     # without tokens there was no chunk
     weight_gradient = torch.zeros_like(weight) if weight_sum is None else weight_sum.to(weight.dtype)
     if len(weight_gradient) < len(weight):  # the plain PyTorch path leaves out the padding rows
         weight_gradient = F.pad(weight_gradient, (0, 0, 0, len(weight) - len(weight_gradient)))
     bias_gradient = hidden.new_empty(0) if bias is None or bias_sum is None else bias_sum.to(bias.dtype)
-    return total, hidden_gradient, weight_gradient, bias_gradient
+    return _ChunkResults(chunks, hidden_gradient, weight_gradient, bias_gradient)
+
+
+@torch.library.custom_op("stoker::linear_cross_entropy", mutates_args=())
+def _linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    valid_vocab: int,
+    ignore_index: int,
+    chunk_tokens: int,
+    with_gradient: bool,
+    bias: Tensor | None = None,
+    smoothing: float = 0.0,
+    softcap: float = 0.0,
+    frozen: bool = False,
+    denominator: Tensor | None = None,
+    z_loss: float = 0.0,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return sum of losses / `denominator` and its gradients for `hidden`, `weight` and `bias`.
+
+    The gradients are empty without `with_gradient`; those of `weight` and `bias` are also empty with `frozen`.
+    """
+    results = _run_chunks(
+        hidden,
+        weight,
+        labels,
+        bias,
+        chunk_tokens=chunk_tokens,
+        frozen=frozen,
+        valid_vocab=valid_vocab,
+        ignore_index=ignore_index,
+        with_gradient=with_gradient,
+        smoothing=smoothing,
+        softcap=softcap,
+        z_loss=z_loss,
+        denominator=denominator,
+    )
+    accumulate = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+    total = torch.zeros((), dtype=accumulate, device=hidden.device)
+    for each in results.losses:
+        total += each.sum(dtype=accumulate)
+    if denominator is not None:
+        total /= denominator
+    return total, *results[1:]
 
 
 @_linear_cross_entropy.register_fake
@@ -149,6 +197,7 @@ def _(
     softcap: float = 0.0,
     frozen: bool = False,
     denominator: Tensor | None = None,
+    z_loss: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     total = hidden.new_empty((), dtype=torch.float64 if hidden.dtype == torch.float64 else torch.float32)
     if not with_gradient:
@@ -177,11 +226,109 @@ def _scale_gradients(ctx: Any, loss_gradient: Tensor, *_: Any) -> tuple[Tensor |
         gradients = tuple(reference_scale(gradient, loss_gradient) for gradient in gradients)
     hidden_gradient, weight_gradient, bias_gradient = gradients
     if ctx.frozen:
-        return (hidden_gradient, *(None,) * 11)
-    return (hidden_gradient, weight_gradient, *(None,) * 5, bias_gradient if ctx.has_bias else None, *(None,) * 4)
+        return (hidden_gradient, *(None,) * 12)
+    return (hidden_gradient, weight_gradient, *(None,) * 5, bias_gradient if ctx.has_bias else None, *(None,) * 5)
 
 
 _linear_cross_entropy.register_autograd(_scale_gradients, setup_context=_save_gradients)
+
+
+@torch.library.custom_op("stoker::linear_cross_entropy_per_token", mutates_args=())
+def _loss_per_token(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    bias: Tensor | None,
+    valid_vocab: int,
+    ignore_index: int,
+    chunk_tokens: int,
+    smoothing: float,
+    softcap: float,
+    z_loss: float,
+) -> Tensor:
+    """Return the losses (tokens,), without gradients: what each is multiplied with is known in the backward only."""
+    chunks = _run_chunks(
+        hidden,
+        weight,
+        labels,
+        bias,
+        chunk_tokens=chunk_tokens,
+        frozen=True,
+        valid_vocab=valid_vocab,
+        ignore_index=ignore_index,
+        with_gradient=False,
+        smoothing=smoothing,
+        softcap=softcap,
+        z_loss=z_loss,
+        denominator=None,
+    ).losses
+    dtype = torch.promote_types(hidden.dtype, torch.float32)
+    return torch.cat(chunks).to(dtype) if chunks else hidden.new_empty(0, dtype=dtype)
+
+
+@_loss_per_token.register_fake
+def _(hidden: Tensor, *_: Any) -> Tensor:
+    return hidden.new_empty(len(hidden), dtype=torch.promote_types(hidden.dtype, torch.float32))
+
+
+@torch.library.custom_op("stoker::linear_cross_entropy_per_token_backward", mutates_args=())
+def _loss_per_token_backward(
+    losses_gradient: Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    bias: Tensor | None,
+    valid_vocab: int,
+    ignore_index: int,
+    chunk_tokens: int,
+    smoothing: float,
+    softcap: float,
+    z_loss: float,
+    frozen: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of `hidden`, `weight` and `bias` from those of the losses; the logits are recomputed."""
+    return _run_chunks(
+        hidden,
+        weight,
+        labels,
+        bias,
+        chunk_tokens=chunk_tokens,
+        frozen=frozen,
+        row_weights=losses_gradient,
+        valid_vocab=valid_vocab,
+        ignore_index=ignore_index,
+        with_gradient=True,
+        smoothing=smoothing,
+        softcap=softcap,
+        z_loss=z_loss,
+        denominator=None,
+    )[1:]
+
+
+@_loss_per_token_backward.register_fake
+def _(
+    losses_gradient: Tensor, hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None, *options: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    none, frozen = hidden.new_empty(0), options[-1]
+    of_bias = none if bias is None or frozen else torch.empty_like(bias)
+    return torch.empty_like(hidden), none if frozen else torch.empty_like(weight), of_bias
+
+
+def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[:4])
+    ctx.options = inputs[4:]
+
+
+def _backward_per_token(ctx: Any, losses_gradient: Tensor) -> tuple[Tensor | None, ...]:
+    needs_hidden, needs_weight, _, needs_bias = ctx.needs_input_grad[:4]
+    hidden, weight, bias = _loss_per_token_backward(
+        losses_gradient, *ctx.saved_tensors, *ctx.options, not (needs_weight or needs_bias)
+    )
+    of_inputs = (hidden if needs_hidden else None, weight if needs_weight else None, None, bias if needs_bias else None)
+    return (*of_inputs, *(None,) * len(ctx.options))
+
+
+_loss_per_token.register_autograd(_backward_per_token, setup_context=_save_inputs)
 
 
 # ---------------------------------------------------------------- public function
@@ -209,6 +356,8 @@ def linear_cross_entropy(
     label_smoothing: float = 0.0,
     ignore_index: int = -100,
     denominator: Tensor | None = None,
+    z_loss: float = 0.0,
+    reduction: Literal["sum", "none"] = "sum",
     chunk_tokens: int | None = None,
 ) -> Tensor:
     """Return the sum over tokens of the cross-entropy between softmax(hidden @ weight.T + bias) and `labels`.
@@ -228,16 +377,21 @@ def linear_cross_entropy(
         ignore_index: label to ignore.
         denominator: scalar divisor of the sum, of any dtype on the device of the inputs, not differentiated; None
             for 1. In fp16 gradients underflow with a large one.
+        z_loss: coefficient z of z * logsumexp(logits)^2, added to the loss of each label that is not ignored, which
+            keeps the logits from drifting (PaLM, arXiv 2204.02311, section 5: 1e-4); the logits after `softcap`.
+        reduction: `sum`, or `none` for the loss of each token. The sum computes the gradients with the loss, in three
+            matmuls; for `none` the backward pass recomputes the logits, in four.
         chunk_tokens: tokens per chunk; None chooses by vocabulary and device.
 
     Returns:
-        A scalar in fp32 (fp64 for fp64 inputs), 0 without tokens. Differentiable once with respect to `hidden`,
-        `weight` and `bias`: on a GPU a second backward pass through the same graph raises RuntimeError.
+        A scalar in fp32 (fp64 for fp64 inputs), 0 without tokens; with `reduction` none (tokens,), 0 where the label is
+        ignored. Differentiable once with respect to `hidden`, `weight` and `bias`: on a GPU a second backward pass
+        through the graph of a sum raises RuntimeError.
 
     Raises:
         ValueError: shapes do not match, `valid_vocab` is not in 1..padded_vocab, `softcap` is negative,
-            `label_smoothing` is not in [0, 1) or there is no other token to smooth over, or `denominator` is not a
-            scalar.
+            `label_smoothing` is not in [0, 1) or there is no other token to smooth over, `z_loss` is negative,
+            `reduction` is unknown, or `denominator` is not a scalar or given with `reduction` none.
     """
     if hidden.ndim != 2 or labels.shape != hidden.shape[:1] or weight.shape[1:] != hidden.shape[1:]:
         shapes = f"{tuple(hidden.shape)}, {tuple(weight.shape)} and {tuple(labels.shape)}"
@@ -254,9 +408,19 @@ def linear_cross_entropy(
         raise ValueError(f"`label_smoothing` ({label_smoothing}) must be 0 with a single token.")
     if denominator is not None and denominator.ndim:
         raise ValueError(f"`denominator` must be a scalar, but is of shape {tuple(denominator.shape)}.")
+    if not 0 <= z_loss < math.inf:
+        raise ValueError(f"`z_loss` ({z_loss}) must be 0, for none, or a positive number.")
+    if reduction not in ("sum", "none"):
+        raise ValueError(f"`reduction` ({reduction}) must be sum or none.")
+    if denominator is not None and reduction == "none":
+        raise ValueError("`denominator` must be None with `reduction` none: divide the losses instead.")
     # the kernel smooths over all tokens including the label: e V / (V - 1) leaves e for the others
     uniform_smoothing = label_smoothing * valid_vocab / (valid_vocab - 1) if label_smoothing else 0.0
     chunk = chunk_tokens or default_chunk_tokens(len(weight), cuda=hidden.is_cuda)
+    if reduction == "none":
+        return _loss_per_token(
+            hidden, weight, labels, bias, valid_vocab, ignore_index, chunk, uniform_smoothing, softcap, float(z_loss)
+        )
     trains_weight = weight.requires_grad or (bias is not None and bias.requires_grad)
     return _linear_cross_entropy(
         hidden,
@@ -271,4 +435,5 @@ def linear_cross_entropy(
         softcap,
         not trains_weight,
         denominator,
+        float(z_loss),
     )[0]

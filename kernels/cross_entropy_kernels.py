@@ -26,26 +26,31 @@ def _loss_and_gradient_kernel(
     labels_pointer,
     losses_pointer,
     denominator_pointer,
+    row_weights_pointer,
     row_stride,
     valid_vocab,
     padded_vocab,
     ignore_index,
     smoothing,
     softcap,
+    z_loss,
     WITH_GRADIENT: tl.constexpr,
     SMOOTHED: tl.constexpr,
     CAPPED: tl.constexpr,
     DIVIDED: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    Z_LOSS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Replace one row of logits (tokens, padded_vocab) per program by softmax minus target, in place.
 
     The target is 1 - smoothing at the label, plus smoothing spread evenly over the valid columns. With CAPPED the
-    softmax is that of softcap * tanh(logit / softcap), whose derivative multiplies the gradient. With DIVIDED the
-    gradient, not the loss, is divided by the scalar at denominator_pointer, before it is rounded.
+    softmax is that of softcap * tanh(logit / softcap), whose derivative multiplies the gradient. Z_LOSS adds
+    z_loss * logsumexp^2. Before it is rounded the gradient, not the loss, is divided by the scalar at
+    denominator_pointer with DIVIDED, and multiplied by the row's weight with WEIGHTED.
 
     losses_pointer: (tokens,) fp32, logsumexp minus the target-weighted logits; ignored labels get loss 0 and a
-    gradient row of 0.
+    gradient row of 0. row_weights_pointer: (tokens,).
     """
     row = tl.program_id(0).to(tl.int64)
     row_pointer = logits_pointer + row * row_stride
@@ -86,11 +91,16 @@ def _loss_and_gradient_kernel(
         if SMOOTHED:
             spread = smoothing / valid_vocab
             target = (1.0 - smoothing) * target + spread * tl.sum(sums, 0)
-        tl.store(losses_pointer + row, logsumexp - target)
+        loss = logsumexp - target
+        if Z_LOSS:
+            loss += z_loss * logsumexp * logsumexp
+        tl.store(losses_pointer + row, loss)
         if WITH_GRADIENT:
             factor = 1.0
             if DIVIDED:
                 factor = 1.0 / tl.load(denominator_pointer).to(tl.float32)
+            if WEIGHTED:
+                factor *= tl.load(row_weights_pointer + row).to(tl.float32)
             for start in range(0, padded_vocab, BLOCK):
                 column = start + offsets
                 logit = tl.load(row_pointer + column, mask=column < valid_vocab, other=float("-inf")).to(tl.float32)
@@ -99,6 +109,8 @@ def _loss_and_gradient_kernel(
                     logit, slope = _capped(logit, softcap)
                     logit = tl.where(column < valid_vocab, logit, float("-inf"))
                 gradient = tl.exp(logit - logsumexp)
+                if Z_LOSS:  # d logsumexp^2 = 2 logsumexp softmax
+                    gradient *= 1.0 + 2.0 * z_loss * logsumexp
                 if SMOOTHED:
                     gradient -= tl.where(column < valid_vocab, spread, 0.0)
                     gradient -= tl.where(column == label, 1.0 - smoothing, 0.0)
@@ -121,11 +133,14 @@ def triton_loss_and_gradient_(
     with_gradient: bool,
     smoothing: float = 0.0,
     softcap: float = 0.0,
+    z_loss: float = 0.0,
     denominator: Tensor | None = None,
+    row_weights: Tensor | None = None,
 ) -> Tensor:
     """Return losses (tokens,) in fp32; with `with_gradient` replace `logits` (tokens, padded_vocab) by their gradient.
 
-    The gradient is divided by `denominator`, a scalar on the same device; None for 1.
+    The gradient is divided by `denominator`, a scalar on the same device, and multiplied by `row_weights`, (tokens,);
+    None for 1.
     """
     tokens, padded_vocab = logits.shape
     losses = torch.empty(tokens, dtype=torch.float32, device=logits.device)
@@ -135,16 +150,20 @@ def triton_loss_and_gradient_(
         labels.contiguous(),
         losses,
         denominator,
+        None if row_weights is None else row_weights.contiguous(),
         logits.stride(0),
         valid_vocab,
         padded_vocab,
         ignore_index,
         smoothing,
         softcap,
+        z_loss,
         WITH_GRADIENT=with_gradient,
         SMOOTHED=smoothing > 0,
         CAPPED=softcap > 0,
         DIVIDED=denominator is not None,
+        WEIGHTED=row_weights is not None,
+        Z_LOSS=z_loss > 0,
         BLOCK=block,
         num_warps=8,
         enable_fp_fusion=True,
@@ -164,7 +183,9 @@ def torch_loss_and_gradient(
     with_gradient: bool,
     smoothing: float,
     softcap: float,
+    z_loss: float,
     denominator: Tensor | None,
+    row_weights: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Return losses and gradient like the kernel, out of place, in plain PyTorch and fp32 (fp64 for fp64 logits)."""
     logits = logits[:, :valid_vocab].to(torch.float64 if logits.dtype == torch.float64 else torch.float32)
@@ -176,14 +197,17 @@ def torch_loss_and_gradient(
     target = logits.gather(1, safe_labels[:, None])[:, 0]
     if smoothing:
         target = (1 - smoothing) * target + smoothing * logits.mean(dim=-1)
-    losses = (logsumexp - target) * kept
+    losses = (logsumexp - target + z_loss * logsumexp.square()) * kept
     if not with_gradient:
         return losses, logits
     gradient = logits.sub_(logsumexp[:, None]).exp_()
+    if z_loss:
+        gradient.mul_((1.0 + 2.0 * z_loss * logsumexp)[:, None])
     gradient.scatter_add_(1, safe_labels[:, None], gradient.new_full((len(labels), 1), smoothing - 1.0))
     if smoothing:
         gradient.sub_(smoothing / valid_vocab)
     if tanh is not None:
         gradient.mul_(tanh.square_().neg_().add_(1.0))
     factor = kept.to(gradient.dtype)
-    return losses, gradient.mul_((factor if denominator is None else factor / denominator)[:, None])
+    factor = factor if denominator is None else factor / denominator
+    return losses, gradient.mul_((factor if row_weights is None else factor * row_weights)[:, None])

@@ -23,7 +23,7 @@ OUTPUT_PROJECTIONS = (
 )
 Initializer = Callable[[str, torch.Size, torch.Generator], Tensor]
 """Initializer of a parameter: from name, shape and generator to its value, fp32 on the CPU."""
-_ZEROS = (".bias", "_bias", ".score_positions.log_a")
+_ZEROS = (".bias", "_bias", ".score_positions.log_a", ".sinks")
 """Ends of names of parameters that are 0 at the start."""
 TOKEN_EMBEDDINGS = ("token_embedding.weight", "decoder_token_embedding.weight")
 

@@ -159,8 +159,9 @@ def _split_attention(attention: SelfAttention | CrossAttention, full: AttentionS
         attention.kv = ColumnParallelLinear(attention.kv, ranks, Partition(0, (keys, keys)), gathers=False)
     attention.output = RowParallelLinear(attention.output, ranks)
     attention.first_head = ranks.rank * full.heads // ranks.size
-    if attention.head_scale is not None:
-        set_partitions(attention, {"head_scale": ranks.part(even_partition(0, ranks.size, full.heads))})
+    of_heads = [name for name in ("head_scale", "sinks") if getattr(attention, name) is not None]
+    if of_heads:
+        set_partitions(attention, dict.fromkeys(of_heads, ranks.part(even_partition(0, ranks.size, full.heads))))
 
 
 def _split_mlp(mlp: MLP, width: int, ranks: TensorParallel) -> None:

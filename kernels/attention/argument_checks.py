@@ -27,25 +27,29 @@ class AttentionGeometry(NamedTuple):
         batch: number of sequences.
         heads: query heads.
         groups: key and value heads; divides `heads`.
-        head_dim: width of a head.
+        head_dim: width of a query or key head.
+        value_dim: width of a value head.
         queries: query length; `max_seqlen_q` when packed.
         keys: key length; `max_seqlen_k` when packed.
         packed: tensors are (total, heads, head_dim), with `cu_seqlens_q` and `cu_seqlens_k`.
         scale: factor of the scores.
         left: keys visible before a query, -1 for all.
         right: keys visible after a query, -1 for all; 0 when causal.
+        chunk: tokens of a chunk of keys that a query sees, 0 for one chunk.
     """
 
     batch: int
     heads: int
     groups: int
     head_dim: int
+    value_dim: int
     queries: int
     keys: int
     packed: bool
     scale: float
     left: int
     right: int
+    chunk: int
 
 
 def check_arguments(inputs: AttentionInputs, *, for_kernel: bool = True) -> AttentionGeometry:
@@ -67,9 +71,9 @@ def check_arguments(inputs: AttentionInputs, *, for_kernel: bool = True) -> Atte
     packed = _check_packed_is_whole(inputs)
     _check_tensors(q, k, v, packed)
     heads, head_dim = q.shape[-2:]
-    groups = k.shape[-2]
+    groups, value_dim = v.shape[-2:]
     if for_kernel:
-        _check_kernel_limits(q, head_dim)
+        _check_kernel_limits(q, v)
     if packed:
         cu_seqlens_q, cu_seqlens_k = inputs.cu_seqlens_q, inputs.cu_seqlens_k
         assert cu_seqlens_q is not None
@@ -93,7 +97,25 @@ def check_arguments(inputs: AttentionInputs, *, for_kernel: bool = True) -> Atte
     # a window that covers the whole sequences is dropped, so that the same kernel runs with bitwise equal results
     left = -1 if left >= keys - 1 else left
     right = 0 if inputs.causal else (-1 if right >= queries - 1 else right)
-    return AttentionGeometry(batch, heads, groups, head_dim, queries, keys, packed, scale, left, right)
+    chunk = _check_chunk(inputs)
+    chunk = 0 if chunk >= keys else chunk
+    return AttentionGeometry(
+        batch, heads, groups, head_dim, value_dim, queries, keys, packed, scale, left, right, chunk
+    )
+
+
+def check_same_width(inputs: AttentionInputs) -> None:
+    """Check that value heads are as wide as keys, for functions that need it.
+
+    Raises:
+        ValueError: they are not.
+    """
+    k, v = inputs.k, inputs.v
+    if v.shape[-1] != k.shape[-1]:
+        raise ValueError(
+            f"`v` {_shape(v)} must have the head width of `k`, {k.shape[-1]}, not {v.shape[-1]}; use `triton` or "
+            "`unfused`."
+        )
 
 
 def _shape(tensor: Tensor) -> str:
@@ -126,8 +148,8 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor, packed: bool) -> None:
             raise ValueError(f"`{name}` ({tensor.device}) must be on the device of `q` ({q.device}); move one of them.")
     if q.dtype not in DTYPES:
         raise ValueError(f"`q` ({q.dtype}) must be bfloat16, float16, float32 or float64; convert q, k and v.")
-    if v.shape != k.shape:
-        raise ValueError(f"`v` {_shape(v)} must have the shape of `k` {_shape(k)}.")
+    if v.shape[:-1] != k.shape[:-1]:
+        raise ValueError(f"`v` {_shape(v)} must have the shape of `k` {_shape(k)}, apart from the head width.")
     if k.shape[-1] != q.shape[-1]:
         raise ValueError(f"`k` {_shape(k)} must have the head width of `q`, {q.shape[-1]}, not {k.shape[-1]}.")
     if not packed and k.shape[0] != q.shape[0]:
@@ -138,21 +160,24 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor, packed: bool) -> None:
             f"`q` ({heads} heads) must have a multiple of the heads of `k` and `v` ({groups}), one at least; repeat or "
             "drop heads."
         )
-    if q.shape[-1] < 1:
-        raise ValueError(f"`q` {_shape(q)} must have heads at least 1 wide.")
+    for name, tensor in (("q", q), ("v", v)):
+        if tensor.shape[-1] < 1:
+            raise ValueError(f"`{name}` {_shape(tensor)} must have heads at least 1 wide.")
 
 
-def _check_kernel_limits(q: Tensor, head_dim: int) -> None:
+def _check_kernel_limits(q: Tensor, v: Tensor) -> None:
     if q.dtype == torch.float64 and q.device.type != "cpu":  # Triton's interpreter, on a CPU, supports fp64
         raise ValueError(
             f"`q` ({q.dtype}) must be bfloat16, float16 or float32 on {q.device}; convert q, k and v, or use "
             "`reference_attention`."
         )
-    if not MIN_HEAD_DIM <= head_dim <= MAX_HEAD_DIM or head_dim % 8:
-        raise ValueError(
-            f"`q` {_shape(q)} must have heads {MIN_HEAD_DIM} to {MAX_HEAD_DIM} wide, in steps of 8, not "
-            f"{head_dim}; pad q, k and v with zeros and give `softmax_scale`."
-        )
+    for name, tensor in (("q", q), ("v", v)):
+        width = tensor.shape[-1]
+        if not MIN_HEAD_DIM <= width <= MAX_HEAD_DIM or width % 8:
+            raise ValueError(
+                f"`{name}` {_shape(tensor)} must have heads {MIN_HEAD_DIM} to {MAX_HEAD_DIM} wide, in steps of 8, not "
+                f"{width}; pad q, k and v with zeros and give `softmax_scale`."
+            )
 
 
 def _check_max_seqlen(name: str, value: int | None) -> int:
@@ -200,12 +225,12 @@ def _check_cu_seqlens(
 
 def _check_masks_and_biases(inputs: AttentionInputs, full: tuple[int, int, int, int], packed: bool) -> None:
     """Check the biases and the padding mask; `full` is the shape of the scores, (batch, heads, queries, keys)."""
-    q, _, _, bias, distance_bias, alibi_slopes, key_padding_mask = inputs[:7]
-    if bias is None and distance_bias is None and alibi_slopes is None and key_padding_mask is None:
+    q, _, _, bias, distance_bias, alibi_slopes, sinks, key_padding_mask = inputs[:8]
+    if all(tensor is None for tensor in inputs[3:8]):
         return
     batch, heads, _, keys = full
     accumulate = torch.promote_types(q.dtype, torch.float32)
-    for name in ("bias", "distance_bias", "alibi_slopes", "key_padding_mask"):
+    for name in ("bias", "distance_bias", "alibi_slopes", "sinks", "key_padding_mask"):
         tensor = getattr(inputs, name)
         if tensor is not None and tensor.device != q.device:
             raise ValueError(f"`{name}` ({tensor.device}) must be on the device of `q` ({q.device}); move it.")
@@ -235,13 +260,13 @@ def _check_masks_and_biases(inputs: AttentionInputs, full: tuple[int, int, int, 
                 f"`distance_bias` {_shape(distance_bias)} must be (heads, 2 R + 1) with {heads} heads and R >= 1: one "
                 "value for each distance from -R to R."
             )
-    if alibi_slopes is not None:
-        if alibi_slopes.dtype not in (torch.float32, accumulate):
-            raise ValueError(f"`alibi_slopes` ({alibi_slopes.dtype}) must be float32; convert them with `.float()`.")
-        if alibi_slopes.shape != (heads,):
-            raise ValueError(
-                f"`alibi_slopes` {_shape(alibi_slopes)} must be (heads,) = ({heads},): one per query head."
-            )
+    for name, per_head in (("alibi_slopes", alibi_slopes), ("sinks", sinks)):
+        if per_head is None:
+            continue
+        if per_head.dtype not in (torch.float32, accumulate):
+            raise ValueError(f"`{name}` ({per_head.dtype}) must be float32; convert them with `.float()`.")
+        if per_head.shape != (heads,):
+            raise ValueError(f"`{name}` {_shape(per_head)} must be (heads,) = ({heads},): one per query head.")
     if key_padding_mask is not None:
         if packed:
             raise ValueError("`key_padding_mask` must be None with `cu_seqlens_k`: packed sequences have no padding.")
@@ -280,6 +305,15 @@ def _check_dropout(q: Tensor, dropout_p: float, rng: Tensor | None) -> None:
         raise ValueError(f"`rng` ({rng.dtype} {_shape(rng)}) must be an int64 tensor of shape (2,) or (5,).")
     if rng.device != q.device:
         raise ValueError(f"`rng` ({rng.device}) must be on the device of `q` ({q.device}); move it.")
+
+
+def _check_chunk(inputs: AttentionInputs) -> int:
+    chunk = inputs.attention_chunk
+    if isinstance(chunk, bool) or not isinstance(chunk, (int, torch.SymInt)) or chunk < 0:
+        raise ValueError(f"`attention_chunk` ({chunk}) must be a number of tokens, or 0 for one chunk.")
+    if chunk and not inputs.causal:
+        raise ValueError(f"`attention_chunk` ({chunk}) must be 0 without `causal`.")
+    return int(chunk)
 
 
 def _check_window(window_size: Sequence[int]) -> tuple[int, int]:

@@ -70,8 +70,12 @@ def _gpu(call: AttentionCall) -> str | None:
 def _sdpa_shape(call: AttentionCall) -> str | None:
     if call.window is not None:
         return "SDPA does not support a window"
+    if call.attention_chunk:
+        return "SDPA does not support chunked attention"
     if call.softcap:
         return "SDPA does not support a softcap"
+    if call.sinks:
+        return "SDPA does not support attention sinks"
     if call.causal and call.queries != call.keys:
         return f"SDPA aligns the causal mask top-left, wrong for {call.queries} queries of {call.keys} keys"
     return None
@@ -87,11 +91,15 @@ def _why_not_flash_on_cpu(call: AttentionCall) -> str | None:
     unsupported = [f"dropout ({call.dropout:g})"] if call.dropout else []
     if call.bias_requires_grad:
         unsupported.append("a bias with gradient")
+    if call.has_other_values:
+        unsupported.append(f"value heads {call.value_dim} wide with keys {call.head_dim} wide")
     return f"SDPA flash on a CPU does not support {' or '.join(unsupported)}" if unsupported else None
 
 
 def _flash_2_head_dim(call: AttentionCall) -> str | None:
     """Check the head width for FlashAttention 2, which PyTorch's flash backend is as well."""
+    if call.has_other_values:
+        return f"supports value heads of the keys' width ({call.head_dim}) only, not {call.value_dim}"
     if call.head_dim > 256:
         return f"supports head widths up to 256, not {call.head_dim}"
     sm = call.capability or MIN_SM
@@ -128,8 +136,9 @@ def why_not_sdpa_efficient(call: AttentionCall, installed: InstalledSoftware) ->
         return reason
     tensor_cores = call.capability >= MIN_SM or (call.capability >= (7, 0) and call.dtype == "fp16")
     multiple = (4 if call.dtype == "fp32" else 8) if tensor_cores else 1
-    if call.head_dim % multiple:
-        return f"needs a head width that is a multiple of {multiple}, not {call.head_dim}"
+    for width in (call.head_dim, call.value_dim or 0):
+        if width % multiple:
+            return f"needs a head width that is a multiple of {multiple}, not {width}"
     return None
 
 
@@ -153,6 +162,16 @@ def why_not_sdpa_cudnn(call: AttentionCall, installed: InstalledSoftware) -> str
     widest = 256 if wide else 128
     if call.head_dim > widest or call.head_dim % 8:
         return f"supports head widths up to {widest} that are multiples of 8, not {call.head_dim}"
+    value_dim = call.value_dim or call.head_dim
+    # the widths whose backward pass PyTorch and cuDNN list: any two up to 128, and those of MLA
+    if call.has_other_values and (
+        value_dim % 8
+        or (
+            max(call.head_dim, value_dim) > 128
+            and not (wide and (call.head_dim, value_dim) == (192, 128) and cudnn >= 91100)
+        )
+    ):
+        return f"supports value heads {value_dim} wide only with keys up to 128, or 128 with keys 192 on sm_90"
     if call.bias_requires_grad:
         return "computes no gradient for a bias"
     if call.dropout:
@@ -203,8 +222,9 @@ def _why_not_own_kernels(call: AttentionCall, installed: InstalledSoftware) -> s
 
 
 def _own_head_dim(call: AttentionCall) -> str | None:
-    if not 16 <= call.head_dim <= 256 or call.head_dim % 8:
-        return f"supports head widths 16 to 256 that are multiples of 8, not {call.head_dim}"
+    for width in (call.head_dim, call.value_dim or call.head_dim):
+        if not 16 <= width <= 256 or width % 8:
+            return f"supports head widths 16 to 256 that are multiples of 8, not {width}"
     return None
 
 
@@ -222,7 +242,8 @@ def hopper_kernels_support(head_dim: int, *, options: tuple[object, ...], relati
 
     Args:
         head_dim: width of a head.
-        options: window, softcap, dropout, packed documents, padding and dense bias of the call; none may be given.
+        options: window, softcap, dropout, packed documents, padding, dense bias, sinks beside a relative bias, values
+            of another width and chunks; none may be given.
         relative_bias: the call has a distance bias or ALiBi slopes.
         reach: R of the distance bias.
     """
@@ -232,7 +253,10 @@ def hopper_kernels_support(head_dim: int, *, options: tuple[object, ...], relati
 
 def uses_hopper_kernels(call: AttentionCall, installed: InstalledSoftware) -> bool:
     """True if `triton` runs the call with its sm_90 kernels, as `flash/hopper/supported_calls.py` decides later."""
-    options = (call.window, call.softcap, call.dropout, call.packed, call.padding, call.bias.startswith("dense"))
+    options = (
+        call.window, call.softcap, call.dropout, call.packed, call.padding, call.bias.startswith("dense"),
+        call.sinks and call.bias_is_relative, call.has_other_values, call.attention_chunk,
+    )  # fmt: skip
     return (
         call.capability == (9, 0)
         and installed.triton is not None
@@ -250,9 +274,12 @@ def why_not_lse_first(call: AttentionCall, installed: InstalledSoftware) -> str 
         return reason
     options = {
         "a window": call.window is not None,
+        "chunked attention": bool(call.attention_chunk),
         "packed documents": call.packed,
         "padding": call.padding,
         "a bias": call.bias != "none",
+        "attention sinks": call.sinks,
+        "value heads of another width": call.has_other_values,
         "a softcap": bool(call.softcap),
         "dropout": bool(call.dropout),
     }
@@ -280,6 +307,12 @@ def _why_not_in_te(call: AttentionCall, installed: InstalledSoftware) -> str | N
         return reason
     if call.padding:
         return "TransformerEngine supports padding as lengths only, not as an arbitrary mask"
+    if call.has_other_values:
+        return "stoker calls TransformerEngine with one head width for keys and values"
+    if call.attention_chunk:
+        return "TransformerEngine does not support chunked attention"
+    if call.sinks:
+        return "TransformerEngine supports attention sinks only as a parameter of its own module"
     return "TransformerEngine supports a softcap in some versions only" if call.softcap else None
 
 
@@ -396,6 +429,10 @@ def why_not_flash_attn(call: AttentionCall, installed: InstalledSoftware) -> str
         return f"does not support {problem} ALiBi slopes"
     if call.padding:
         return "does not support a mask, which padding needs"
+    if call.attention_chunk:
+        return "does not support chunked attention, which FlashAttention 3 brought"
+    if call.sinks:
+        return "does not support attention sinks"
     if call.softcap and call.dropout:
         return "does not support dropout with a softcap"
     return _flash_2_head_dim(call)

@@ -61,18 +61,21 @@ class AttentionCall:
         heads: query heads.
         groups: key and value heads; divides `heads`.
         head_dim: width of a head.
+        value_dim: width of a value head; None for `head_dim`.
         queries: query length; the maximum if `any_length`.
         keys: key length; the maximum if `any_length`. Differs from `queries` in cross-attention and in decoding, where
             one query attends to all previous tokens.
         any_length: calls have varying lengths, from 2 tokens on, instead of one fixed length.
         causal: no query attends to a later key; both sequences end at the same token (bottom-right aligned).
         window: keys visible to the left and right of a query, inclusive, -1 for all of them; None for no window.
+        attention_chunk: tokens of a chunk, of which a query sees its own only; 0 for one chunk.
         packed: a row may hold several documents, which do not attend to each other.
         padding: some keys of a row are padding and are masked.
         bias: added to the scores: none, a tensor broadcastable to the scores (`dense`), a vector per head indexed by
             the relative position of key and query (`distance`), or one slope per head times the distance (`slopes`,
             ALiBi); with or without a gradient.
         reach: R of a distance bias, the largest distance it distinguishes.
+        sinks: attention sinks, a logit per head in the denominator of the softmax.
         softcap: scores become cap * tanh(score / cap); 0 for none.
         dropout: probability of dropping an attention weight.
         training: gradients are needed.
@@ -87,15 +90,18 @@ class AttentionCall:
     heads: int
     groups: int
     head_dim: int
+    value_dim: int | None = None
     queries: int
     keys: int
     any_length: bool = False
     causal: bool = True
     window: tuple[int, int] | None = None
+    attention_chunk: int = 0
     packed: bool = False
     padding: bool = False
     bias: Bias = "none"
     reach: int = 0
+    sinks: bool = False
     softcap: float = 0.0
     dropout: float = 0.0
     training: bool = False
@@ -121,6 +127,11 @@ class AttentionCall:
     def bias_is_relative(self) -> bool:
         """True if the bias depends on relative position only: a distance bias or ALiBi slopes."""
         return self.bias_is_distance_table or self.bias_is_alibi
+
+    @property
+    def has_other_values(self) -> bool:
+        """True if value heads are of another width than keys (MLA)."""
+        return self.value_dim not in (None, self.head_dim)
 
     @property
     def score_bytes(self) -> int:
@@ -151,18 +162,22 @@ class AttentionCall:
             self.dtype,
             f"batch {self.batch}",
             f"{self.heads} heads" if self.groups == self.heads else f"{self.heads} heads in {self.groups} groups",
-            f"head width {self.head_dim}",
+            f"head width {self.head_dim}" + (f", of values {self.value_dim}" if self.has_other_values else ""),
             f"{length} tokens",
             "causal" if self.causal else "full",
         ]
         if self.window is not None:
             parts.append(f"window {list(self.window)}")
+        if self.attention_chunk:
+            parts.append(f"chunks of {self.attention_chunk}")
         if self.packed:
             parts.append("packed documents")
         if self.padding:
             parts.append("padding")
         if self.bias != "none":
             parts.append(_BIAS_WORDS[self.bias] + (f" (reach {self.reach})" if self.reach else ""))
+        if self.sinks:
+            parts.append("attention sinks")
         if self.softcap:
             parts.append(f"softcap {self.softcap:g}")
         if self.dropout:

@@ -24,6 +24,7 @@ from .flash.portable.tile import LOG2E, dot
 MAX_SPLITS = 64
 """Maximum splits of a sequence; the combining kernel loads all of them at once."""
 LAUNCH_OPTIONS: dict[str, Any] = {"num_warps": 4, "enable_fp_fusion": True}
+MAX_INT = (1 << 31) - 1
 _MAX_TILE_KEYS = 64
 """Maximum keys of a tile."""
 
@@ -39,14 +40,17 @@ class DecodeInputs(NamedTuple):
         query: (rows, heads, head_dim); bf16, fp16, fp32 or fp64.
         key: (memories, groups, slots, head_dim), contiguous, dtype of `query`; query head h uses group
             h // (heads / groups). `rows` is a multiple of `memories`; consecutive rows share a memory.
-        value: like `key`.
+        value: like `key`, of any head width, which is that of the output.
         positions: int64 (rows,), positions of the queries.
         scale: factor of the scores.
         lengths: int64 (memories,), tokens of each memory; None for self-attention.
         distance_bias: (heads, 2 R + 1), fp32 or fp64; entry [h, R + d] is added for a key at distance d (key position
             minus query position), clipped to [-R, R].
         alibi_slopes: (heads,), fp32 or fp64; -slope |d| is added.
+        sinks: (heads,), fp32 or fp64; each adds exp(sink) to the denominator of its head's softmax.
         left_window: visible tokens before the query's own, -1 for all; self-attention only.
+        attention_chunk: the query sees tokens of its own chunk of so many, counted from the first; 0 for one chunk;
+            self-attention only.
         softcap: scaled scores become cap * tanh(score / cap); 0 for none.
     """
 
@@ -58,7 +62,9 @@ class DecodeInputs(NamedTuple):
     lengths: Tensor | None = None
     distance_bias: Tensor | None = None
     alibi_slopes: Tensor | None = None
+    sinks: Tensor | None = None
     left_window: int = -1
+    attention_chunk: int = 0
     softcap: float = 0.0
 
 
@@ -67,7 +73,7 @@ class DecodeInputs(NamedTuple):
 
 def reference_decode_attention(inputs: DecodeInputs) -> Tensor:
     """Reference of `decode_attention` in plain PyTorch, for any device and floating dtype; computed in fp32 or fp64."""
-    query, key, value, positions, scale, lengths, distance_bias, alibi_slopes, left_window, softcap = inputs
+    query, key, value, positions, scale, lengths, distance_bias, alibi_slopes, sinks, left_window, _, softcap = inputs
     memories, groups, slots, width = key.shape
     rows, heads, _ = query.shape
     accumulate = torch.promote_types(query.dtype, torch.float32)
@@ -78,6 +84,8 @@ def reference_decode_attention(inputs: DecodeInputs) -> Tensor:
         visible = -distance <= position
         if left_window >= 0:
             visible = visible & (distance >= -left_window)
+        if inputs.attention_chunk:
+            visible = visible & (distance >= -(position % inputs.attention_chunk))
     else:
         distance = slot - position
         visible = (slot < lengths[:, None]).repeat_interleave(rows // memories, dim=0)
@@ -92,12 +100,14 @@ def reference_decode_attention(inputs: DecodeInputs) -> Tensor:
         scores = scores - alibi_slopes[:, None].to(accumulate) * distance.abs()[:, None]
     scores = scores.masked_fill(~visible[:, None], float("-inf"))
     empty = ~visible.any(dim=1)[:, None, None]
-    weights = scores.masked_fill(empty, 0.0).softmax(dim=-1).masked_fill(empty, 0.0)
+    if sinks is not None:
+        scores = torch.cat((scores, sinks.to(accumulate)[:, None].expand(rows, heads, 1)), dim=-1)
+    weights = scores.masked_fill(empty, 0.0).softmax(dim=-1).masked_fill(empty, 0.0)[..., :slots]
     # unused slots may hold anything, including NaN
     used = visible.view(memories, -1, slots).any(dim=1)[:, None, :, None]
     weights = weights.view(memories, rows // memories, groups, heads // groups, slots)
     context = torch.einsum("mrghs,mgsd->mrghd", weights, torch.where(used, value, 0).to(accumulate))
-    return context.reshape(query.shape).to(query.dtype)
+    return context.reshape(rows, heads, value.shape[3]).to(query.dtype)
 
 
 # ---------------------------------------------------------------- Triton
@@ -106,17 +116,20 @@ def reference_decode_attention(inputs: DecodeInputs) -> Tensor:
 @jit
 def split_kernel(
     q_pointer, k_pointer, v_pointer, out_pointer, lse_pointer,
-    positions_pointer, lengths_pointer, distance_pointer, slopes_pointer,
-    stride_qr, stride_qh, heads, groups, heads_per_group, rows_per_memory, slots, left_window, reach, scale, softcap,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr,
-    HAS_LENGTHS: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_DISTANCE: tl.constexpr,
-    HAS_SLOPE: tl.constexpr, ACCUMULATE: tl.constexpr, PRECISION: tl.constexpr,
+    positions_pointer, lengths_pointer, distance_pointer, slopes_pointer, sinks_pointer,
+    stride_qr, stride_qh, heads, groups, heads_per_group, rows_per_memory, slots, left_window, chunk, reach,
+    scale, softcap,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr,
+    HAS_LENGTHS: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_CHUNK: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    HAS_DISTANCE: tl.constexpr, HAS_SLOPE: tl.constexpr, HAS_SINK: tl.constexpr, ACCUMULATE: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Each program processes the query heads of one group of one row over one of SPLITS parts of its keys.
 
-    q: (rows, heads, HEAD_DIM). k, v: (memories, groups, slots, HEAD_DIM). out: like q, or with SPLITS > 1 fp32 (rows,
-    heads, SPLITS, HEAD_DIM), with lse: fp32 (rows, heads, SPLITS), base 2. positions: int64 (rows,). lengths: int64
-    (memories,). distance: (heads, 2 reach + 1). slopes: (heads,).
+    q: (rows, heads, HEAD_DIM). k, v: (memories, groups, slots, HEAD_DIM or VALUE_DIM). out: (rows, heads, VALUE_DIM),
+    or with SPLITS > 1 fp32 (rows, heads, SPLITS, VALUE_DIM), with lse: fp32 (rows, heads, SPLITS), base 2. positions:
+    int64 (rows,). lengths: int64 (memories,). distance: (heads, 2 reach + 1). slopes, sinks: (heads,).
     """
     row = tl.program_id(0) // groups
     group = tl.program_id(0) % groups
@@ -124,9 +137,15 @@ def split_kernel(
     memory = row // rows_per_memory
     position = tl.load(positions_pointer + row).to(tl.int32)
     keys = tl.load(lengths_pointer + memory).to(tl.int32) if HAS_LENGTHS else tl.minimum(position + 1, slots)
+    first = 0
+    if HAS_CHUNK:
+        left_window = tl.minimum(left_window, position % chunk)
+        # a ring buffer that has not wrapped around holds the chunk in order: skip what comes before
+        first = tl.where(position < slots, position - left_window, 0)
+        keys = keys - first
     split_keys = (keys + BLOCK_N * SPLITS - 1) // (BLOCK_N * SPLITS) * BLOCK_N
-    begin = split * split_keys
-    end = tl.minimum(begin + split_keys, keys)
+    begin = first + split * split_keys
+    end = tl.minimum(begin + split_keys, first + keys)
 
     member = tl.arange(0, BLOCK_H)
     channel = tl.arange(0, BLOCK_D)
@@ -137,11 +156,17 @@ def split_kernel(
     q = tl.load(q_pointer + q_offset, mask=head_mask[:, None] & channel_mask[None, :], other=0.0)
     if HAS_SLOPE:
         slope = tl.load(slopes_pointer + head, mask=head_mask, other=0.0).to(ACCUMULATE) * LOG2E
-    cache_offset = (memory.to(tl.int64) * groups + group) * slots * HEAD_DIM
+    cache_row = (memory.to(tl.int64) * groups + group) * slots
+    value_channel = tl.arange(0, BLOCK_V)
+    value_mask = value_channel < VALUE_DIM
 
     maximum = tl.full((BLOCK_H,), float("-inf"), ACCUMULATE)
     total = tl.zeros((BLOCK_H,), ACCUMULATE)
-    accumulator = tl.zeros((BLOCK_H, BLOCK_D), ACCUMULATE)
+    if HAS_SINK:  # the online softmax of the first part starts as if it had seen a key with this score and value 0
+        sink = tl.load(sinks_pointer + head, mask=head_mask, other=0.0).to(ACCUMULATE) * LOG2E
+        maximum = tl.where(split == 0, sink, maximum)
+        total = tl.where(split == 0, 1.0, total)
+    accumulator = tl.zeros((BLOCK_H, BLOCK_V), ACCUMULATE)
     for start in tl.range(begin, end, BLOCK_N):
         slot = start + tl.arange(0, BLOCK_N)
         visible = slot < end
@@ -152,10 +177,10 @@ def split_kernel(
             distance = -((position - slot) % slots)
             if HAS_LEFT:
                 visible = visible & (distance >= -left_window)
-        kv_offset = cache_offset + slot[:, None] * HEAD_DIM + channel[None, :]
-        kv_mask = visible[:, None] & channel_mask[None, :]
-        k = tl.load(k_pointer + kv_offset, mask=kv_mask, other=0.0)
-        v = tl.load(v_pointer + kv_offset, mask=kv_mask, other=0.0)
+        k_offset = cache_row * HEAD_DIM + slot[:, None] * HEAD_DIM + channel[None, :]
+        v_offset = cache_row * VALUE_DIM + slot[:, None] * VALUE_DIM + value_channel[None, :]
+        k = tl.load(k_pointer + k_offset, mask=visible[:, None] & channel_mask[None, :], other=0.0)
+        v = tl.load(v_pointer + v_offset, mask=visible[:, None] & value_mask[None, :], other=0.0)
         product = dot(q, tl.trans(k), tl.zeros((BLOCK_H, BLOCK_N), ACCUMULATE), PRECISION)
         if HAS_SOFTCAP:
             # tanh(x) = 1 - 2 / (exp(2 x) + 1) needs no library call and saturates at -1 and 1 without overflow
@@ -187,8 +212,8 @@ def split_kernel(
         lse = tl.where(empty, float("-inf"), maximum + tl.log2(tl.where(empty, 1.0, total)))
         tl.store(lse_pointer + out_row * SPLITS + split, lse, mask=head_mask)
         out_row = out_row * SPLITS + split
-    out_pointers = out_pointer + (out_row[:, None] * HEAD_DIM + channel[None, :])
-    out_mask = head_mask[:, None] & channel_mask[None, :]
+    out_pointers = out_pointer + (out_row[:, None] * VALUE_DIM + value_channel[None, :])
+    out_mask = head_mask[:, None] & value_mask[None, :]
     tl.store(out_pointers, rounded(result, out_pointer.dtype.element_ty), mask=out_mask)
 
 
@@ -235,20 +260,23 @@ def num_splits(programs: int, slots: int, processors: int) -> int:
 
 def triton_decode_attention(inputs: DecodeInputs, splits: int | None = None) -> Tensor:
     """Launch the kernels; `splits` is a power of two, None for the number that fills the GPU."""
-    query, key, value, positions, scale, lengths, distance_bias, alibi_slopes, left_window, softcap = inputs
+    query, key, value, positions, scale, lengths, distance_bias, alibi_slopes, sinks, left_window, chunk, softcap = (
+        inputs
+    )
     rows, heads, head_dim = query.shape
     memories, groups, slots, _ = key.shape
+    value_dim = value.shape[3]
     accumulate = torch.promote_types(query.dtype, torch.float32)
     if splits is None:
         splits = num_splits(rows * groups, slots, _multiprocessors(query.device))
     query = query if query.stride(-1) == 1 else query.contiguous()
-    out = query.new_empty(query.shape)
+    out = query.new_empty(rows, heads, value_dim)
     parts, lse = out, None
     if splits > 1:
-        parts = query.new_empty(rows, heads, splits, head_dim, dtype=accumulate)
+        parts = query.new_empty(rows, heads, splits, value_dim, dtype=accumulate)
         lse = query.new_empty(rows, heads, splits, dtype=accumulate)
     exact = query.dtype != torch.float32 or torch.get_float32_matmul_precision() == "highest"
-    block_d = max(16, next_power_of_2(head_dim))
+    block_d, block_v = (max(16, next_power_of_2(width)) for width in (head_dim, value_dim))
     split_kernel[(rows * groups, splits)](
         q_pointer=query,
         k_pointer=key,
@@ -259,6 +287,7 @@ def triton_decode_attention(inputs: DecodeInputs, splits: int | None = None) -> 
         lengths_pointer=lengths,
         distance_pointer=None if distance_bias is None else distance_bias.contiguous(),
         slopes_pointer=None if alibi_slopes is None else alibi_slopes.contiguous(),
+        sinks_pointer=None if sinks is None else sinks.contiguous(),
         stride_qr=query.stride(0),
         stride_qh=query.stride(1),
         heads=heads,
@@ -266,20 +295,25 @@ def triton_decode_attention(inputs: DecodeInputs, splits: int | None = None) -> 
         heads_per_group=heads // groups,
         rows_per_memory=rows // memories,
         slots=slots,
-        left_window=left_window,
+        left_window=MAX_INT if left_window < 0 else left_window,
+        chunk=chunk,
         reach=0 if distance_bias is None else distance_bias.shape[1] // 2,
         scale=scale,
         softcap=softcap,
         HEAD_DIM=head_dim,
         BLOCK_D=block_d,
+        VALUE_DIM=value_dim,
+        BLOCK_V=block_v,
         BLOCK_H=max(16, next_power_of_2(heads // groups)),
-        BLOCK_N=keys_per_tile(head_dim, query.dtype),
+        BLOCK_N=keys_per_tile(max(head_dim, value_dim), query.dtype),
         SPLITS=splits,
         HAS_LENGTHS=lengths is not None,
-        HAS_LEFT=left_window >= 0,
+        HAS_LEFT=left_window >= 0 or chunk > 0,
+        HAS_CHUNK=chunk > 0,
         HAS_SOFTCAP=softcap > 0,
         HAS_DISTANCE=distance_bias is not None,
         HAS_SLOPE=alibi_slopes is not None,
+        HAS_SINK=sinks is not None,
         ACCUMULATE=tl.float64 if accumulate == torch.float64 else tl.float32,
         PRECISION="ieee" if exact else "tf32",
         **LAUNCH_OPTIONS,
@@ -287,7 +321,7 @@ def triton_decode_attention(inputs: DecodeInputs, splits: int | None = None) -> 
     )
     if lse is not None:
         combine_kernel[(rows * heads,)](
-            parts, lse, out, HEAD_DIM=head_dim, BLOCK_D=block_d, SPLITS=splits, **LAUNCH_OPTIONS
+            parts, lse, out, HEAD_DIM=value_dim, BLOCK_D=block_v, SPLITS=splits, **LAUNCH_OPTIONS
         )
     return out
 
@@ -308,7 +342,8 @@ def keys_per_tile(width: int, dtype: torch.dtype) -> int:
     mutates_args=(),
     schema=(
         "(Tensor query, Tensor key, Tensor value, Tensor positions, float scale, Tensor? lengths, "
-        "Tensor? distance_bias, Tensor? alibi_slopes, SymInt left_window, float softcap) -> Tensor"
+        "Tensor? distance_bias, Tensor? alibi_slopes, Tensor? sinks, SymInt left_window, "
+        "SymInt attention_chunk, float softcap) -> Tensor"
     ),
 )
 def _decode_attention(*fields: Tensor | float | None) -> Tensor:
@@ -316,8 +351,8 @@ def _decode_attention(*fields: Tensor | float | None) -> Tensor:
 
 
 @_decode_attention.register_fake
-def _(query: Tensor, *_: Any) -> Tensor:
-    return query.new_empty(query.shape)
+def _(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:
+    return query.new_empty(*query.shape[:2], value.shape[3])
 
 
 # ---------------------------------------------------------------- public function
@@ -327,7 +362,8 @@ def decode_attention(inputs: DecodeInputs) -> Tensor:
     """Compute attention of one query per row over a KV cache; no gradient.
 
     Returns:
-        Like `query`. A fully masked row has output 0; unused slots have no effect, even if they hold NaN.
+        Like `query`, with the head width of `value`. A fully masked row has output 0; unused slots have no effect, even
+        if they hold NaN.
 
     Raises:
         ValueError: shapes or dtypes do not match.
@@ -337,7 +373,7 @@ def decode_attention(inputs: DecodeInputs) -> Tensor:
 
 
 def _check(inputs: DecodeInputs) -> None:
-    query, key, value, positions, _, lengths, distance_bias, alibi_slopes, left_window, _ = inputs
+    query, key, value, positions, _, lengths, distance_bias, _, _, left_window, chunk, _ = inputs
     if query.ndim != 3 or not query.is_floating_point():
         raise ValueError(f"`query` {tuple(query.shape)} of {query.dtype} must be (rows, heads, head_dim), floating.")
     rows, heads, head_dim = query.shape
@@ -347,17 +383,20 @@ def _check(inputs: DecodeInputs) -> None:
             f"rows and groups the {heads} heads of `query`."
         )
     for name, tensor in (("key", key), ("value", value)):
-        if tensor.shape != key.shape or tensor.dtype != query.dtype or not tensor.is_contiguous():
+        if tensor.shape[:-1] != key.shape[:-1] or tensor.dtype != query.dtype or not tensor.is_contiguous():
             raise ValueError(
-                f"`{name}` {tuple(tensor.shape)} of {tensor.dtype} must be {tuple(key.shape)} of {query.dtype}, "
-                "contiguous."
+                f"`{name}` {tuple(tensor.shape)} of {tensor.dtype} must be {(*key.shape[:3], 'width')} of "
+                f"{query.dtype}, contiguous."
             )
     for name, tensor, length in (("positions", positions, rows), ("lengths", lengths, key.shape[0])):
         if tensor is not None and (tensor.shape != (length,) or tensor.dtype != torch.int64):
             raise ValueError(f"`{name}` {tuple(tensor.shape)} of {tensor.dtype} must be ({length},) of torch.int64.")
     if distance_bias is not None and (distance_bias.ndim != 2 or len(distance_bias) != heads):
         raise ValueError(f"`distance_bias` {tuple(distance_bias.shape)} must be ({heads}, 2 R + 1).")
-    if alibi_slopes is not None and alibi_slopes.shape != (heads,):
-        raise ValueError(f"`alibi_slopes` {tuple(alibi_slopes.shape)} must be ({heads},).")
+    for name, per_head in (("alibi_slopes", inputs.alibi_slopes), ("sinks", inputs.sinks)):
+        if per_head is not None and per_head.shape != (heads,):
+            raise ValueError(f"`{name}` {tuple(per_head.shape)} must be ({heads},).")
     if left_window >= 0 and lengths is not None:
         raise ValueError(f"`left_window` ({left_window}) must be -1 with `lengths`: cross-attention has no window.")
+    if chunk < 0 or (chunk and lengths is not None):
+        raise ValueError(f"`attention_chunk` ({chunk}) must be 0, for one chunk, or positive without `lengths`.")

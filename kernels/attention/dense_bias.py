@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .inputs import AttentionInputs
-from .reference import relative_positions, visibility_mask
+from .reference import document_chunks, relative_positions, visibility_mask
 
 
 def combine_biases(inputs: AttentionInputs) -> Tensor | None:
@@ -36,14 +36,17 @@ def build_mask(inputs: AttentionInputs, *, causal: bool) -> Tensor | None:
     `causal` replaces that of the inputs: a backend may mask later keys itself.
     """
     hidden, packed = None, inputs.packed
-    if (causal and packed is None) or inputs.window_size is not None:  # the document mask is causal already
+    chunk = inputs.attention_chunk if packed is None else 0
+    if (causal and packed is None) or inputs.window_size is not None or chunk:  # the document mask is causal already
         visible = visibility_mask(
-            inputs.queries, inputs.keys, causal=causal, window=inputs.window_size, device=inputs.q.device
+            inputs.queries, inputs.keys, causal=causal, window=inputs.window_size, device=inputs.q.device, chunk=chunk
         )
         hidden = ~visible[None, None]
     if packed is not None:
         other_document = packed.require_mask() == float("-inf")
         hidden = other_document if hidden is None else hidden | other_document
+        if inputs.attention_chunk:
+            hidden = hidden | ~document_chunks(inputs)
     if inputs.key_padding_mask is not None:
         padding = ~inputs.key_padding_mask[:, None, None, :]
         hidden = padding if hidden is None else hidden | padding

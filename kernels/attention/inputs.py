@@ -20,13 +20,16 @@ class AttentionInputs(NamedTuple):
     Attributes:
         q: (batch, queries, heads, head_dim), or packed (total queries, heads, head_dim).
         k: (batch, keys, groups, head_dim), or packed; query head h uses group h // (heads / groups).
-        v: like `k`.
+        v: like `k`, of any head width (MLA: keys 192, values 128), which is that of the output.
         bias: added to the scores, dtype of q or fp32, broadcastable to (batch, heads, queries, keys); dense tensors
             only. -inf masks a key.
         distance_bias: fp32 (fp64 for fp64) (heads, 2 R + 1); entry [h, R + d] is added for a key at distance d = j - (i
             + keys - queries), clipped to [-R, R].
         alibi_slopes: fp32 (fp64 for fp64) (heads,); -slope * |d| is added for a key at distance d, in addition to the
             other biases.
+        sinks: fp32 (fp64 for fp64) (heads,), attention sinks: each adds exp(sink) to the denominator of the softmax of
+            its head's rows, as a key with this score and value 0 would (gpt-oss, arXiv 2508.10925; zeros are the
+            off-by-one softmax). The log-sum-exp includes it, so a query that sees no key has the sink's.
         key_padding_mask: bool (batch, keys), False for padding; dense tensors only.
         causal: mask later keys; both sequences end at the same token (bottom-right aligned).
         window_size: keys visible to the left and to the right of a query, inclusive; -1 for all. None for no window.
@@ -43,6 +46,8 @@ class AttentionInputs(NamedTuple):
         cu_seqlens_k: the same for `k` and `v`.
         max_seqlen_q: upper bound of the lengths in `cu_seqlens_q`.
         max_seqlen_k: upper bound of the lengths in `cu_seqlens_k`.
+        attention_chunk: a query sees keys of its own chunk of this many tokens only, counted from the first key of its
+            sequence or document (Llama 4, FlashAttention 3's argument); with `causal` only. 0 for one chunk.
     """
 
     q: Tensor
@@ -51,6 +56,7 @@ class AttentionInputs(NamedTuple):
     bias: Tensor | None = None
     distance_bias: Tensor | None = None
     alibi_slopes: Tensor | None = None
+    sinks: Tensor | None = None
     key_padding_mask: Tensor | None = None
     causal: bool = False
     window_size: Sequence[int] | None = None
@@ -63,6 +69,7 @@ class AttentionInputs(NamedTuple):
     cu_seqlens_k: Tensor | None = None
     max_seqlen_q: int | None = None
     max_seqlen_k: int | None = None
+    attention_chunk: int = 0
 
     @property
     def scale(self) -> float:
@@ -73,10 +80,12 @@ class AttentionInputs(NamedTuple):
         """Return the names of the options given to a backend besides scale and causal mask."""
         options = {
             "window_size": self.window_size is not None,
+            "attention_chunk": bool(self.attention_chunk),
             "softcap": bool(self.softcap),
             "bias": self.bias is not None,
             "distance_bias": self.distance_bias is not None,
             "alibi_slopes": self.alibi_slopes is not None,
+            "sinks": self.sinks is not None,
             "key_padding_mask": self.key_padding_mask is not None,
             "dropout_p": bool(self.dropout_p),
             "packed": self.packed is not None,

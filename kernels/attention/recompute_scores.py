@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from ..launch import triton_runs_on
-from .argument_checks import MAX_HEAD_DIM, MIN_HEAD_DIM, check_arguments
+from .argument_checks import MAX_HEAD_DIM, MIN_HEAD_DIM, check_arguments, check_same_width
 from .backends.unfused import UnfusedAttention, stack_heads_by_group
 from .call_spec import AttentionCall
 from .inputs import AttentionInputs
@@ -127,12 +127,17 @@ def _supports_head_dim(head_dim: int) -> bool:
 
 def supports(inputs: AttentionInputs) -> bool:
     """Return True if `attention_recompute_scores` supports a call."""
+    if inputs.v.shape[-1] != inputs.q.shape[-1]:
+        return False
     return not inputs.given_options() and triton_runs_on(inputs.q) and _supports_head_dim(inputs.q.shape[-1])
 
 
 def supports_call(call: AttentionCall) -> bool:
     """Return the same for the specification of a call, assuming Triton is installed."""
-    options = (call.window is not None, call.softcap, call.dropout, call.packed, call.padding, call.bias != "none")
+    options = (
+        call.window is not None, call.softcap, call.dropout, call.packed, call.padding, call.bias != "none", call.sinks,
+        call.has_other_values, call.attention_chunk,
+    )  # fmt: skip
     return call.device == "cuda" and call.dtype != "fp64" and _supports_head_dim(call.head_dim) and not any(options)
 
 
@@ -162,7 +167,9 @@ def attention_recompute_scores(query: Tensor, key: Tensor, value: Tensor, *, sca
     if torch.is_autocast_enabled(query.device.type):
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-    check_arguments(AttentionInputs(query, key, value, causal=causal, softmax_scale=scale))
+    inputs = AttentionInputs(query, key, value, causal=causal, softmax_scale=scale)
+    check_arguments(inputs)
+    check_same_width(inputs)
     context = _RecomputeScores.apply(query, key, value, causal, scale)
     assert isinstance(context, Tensor)
     return context

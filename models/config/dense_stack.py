@@ -41,6 +41,7 @@ _ACTIVATIONS: dict[str, tuple[str, bool]] = {
 }
 BlockType = Literal["pre_ln", "post_ln", "normformer", "parallel_ln"]
 Normalization = Literal["layernorm", "layernorm1p", "rmsnorm"]
+SoftmaxType = Literal["vanilla", "off-by-one", "learnable"]
 AttentionBackend = Literal["auto", "flash", "fused", "unfused", BackendName]
 
 
@@ -87,6 +88,10 @@ class DenseStackKeys(PositionKeys):
     attn_logit_softcapping: float | None = Field(None, gt=0)
     """Softcap of the attention scores, cap * tanh(score / cap) (Gemma 2); null: none."""
 
+    softmax_type: SoftmaxType = "vanilla"
+    """Megatron's: `off-by-one` adds 1 to the denominator of the softmax of attention scores, so that a query may attend
+    to nothing; `learnable` adds exp(sink) of a learned attention sink per head, initialized to 0 (gpt-oss)."""
+
     fp32_residual_connection: bool = False
     """Keep the residual stream in fp32 beside 16-bit weights, whose norms round it: sums of many layers lose less, and
     do not overflow in fp16. Twice the memory of the residual stream. With fp32 weights it is fp32 anyway."""
@@ -116,6 +121,7 @@ class AttentionSlice:
         dropout: dropout probability of the attention weights in training.
         window: attention window to the left and right of a query, inclusive, -1 for unlimited; None for no window.
         softcap: softcap of the scores, cap * tanh(score / cap); 0 for none.
+        softmax_type: attention sinks: none, zeros or learned.
         qk_norm: norms over each query and key head.
         head_scale: a learned factor for each head.
         use_flash_attention: None for any backend family, True without unfused, False without flash.
@@ -135,6 +141,7 @@ class AttentionSlice:
     causal: bool
     window: tuple[int, int] | None
     softcap: float
+    softmax_type: SoftmaxType
     position_bias: PositionBiasSlice | None
     qk_norm: bool
     head_scale: bool
@@ -187,6 +194,7 @@ def attention_slice(keys: DenseStackKeys, *, causal: bool, max_length: int | Non
         causal=causal,
         window=resolve_window(keys, causal=causal, max_length=max_length),
         softcap=keys.attn_logit_softcapping or 0.0,
+        softmax_type=keys.softmax_type,
         position_bias=position_bias_slice(keys),
         qk_norm=keys.qk_layernorm,
         head_scale=keys.headscale,

@@ -70,6 +70,7 @@ def attention_calls(
             bias=_bias(bias, training=training),
             reach=reach,
             softcap=attention.softcap,
+            sinks=attention.softmax_type != "vanilla",
             dropout=attention.dropout if training else 0.0,
             split=attention.split,
             training=training,

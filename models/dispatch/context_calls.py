@@ -185,6 +185,9 @@ def _attention_problems(
     if bias is not None and bias.learned and split.ring_ranks > 1:
         cure = ", whose gradient takes all keys of a query in one call; use cp_comm_type=a2a or all_gather."
         yield f"{exchange} does not support a learned `position_embedding_type` ({bias.key})", cure
+    if attention.softmax_type != "vanilla" and split.ring_ranks > 1:
+        cure = ", since each block of keys would count the sinks again; use cp_comm_type=a2a or all_gather."
+        yield f"{exchange} does not support `softmax_type` ({attention.softmax_type})", cure
     if attention.dropout and form.packed and split.exchange != "a2a":
         cure = ", whose masks are functions of places in them; use cp_comm_type=a2a, or attention_dropout=0."
         yield f"{exchange} does not support `attention_dropout` ({attention.dropout}) of packed documents", cure

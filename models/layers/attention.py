@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ...kernels.attention.backends.registry import AttentionFunction, draws_from_keys
-from ..config.dense_stack import AttentionSlice
+from ..config.dense_stack import AttentionSlice, SoftmaxType
 from ..config.stack import StackSlice
 from ..dispatch.attention_calls import CallKind
 from ..memory.recompute import RecomputableModule
@@ -35,6 +35,7 @@ class AttentionArguments(TypedDict):
         dropout: probability of dropping an attention weight in training.
         backends: attention function for each kind of call.
         softcap: bound of the scores, cap * tanh(score / cap); 0 for none.
+        softmax_type: attention sinks in the denominator of the softmax: none (`vanilla`), zeros or learned.
         query_norm: norm over each query head, before the rotary embedding; None without.
         key_norm: norm over each key head, likewise.
         head_scale: learned scale of each head's output (NormFormer, arXiv 2110.09456).
@@ -49,6 +50,7 @@ class AttentionArguments(TypedDict):
     dropout: float
     backends: Backends
     softcap: NotRequired[float]
+    softmax_type: NotRequired[SoftmaxType]
     query_norm: NotRequired[LayerNorm | RMSNorm | None]
     key_norm: NotRequired[LayerNorm | RMSNorm | None]
     head_scale: NotRequired[bool]
@@ -81,6 +83,8 @@ class Attention(RecomputableModule):
         self.dropout = arguments["dropout"]
         self.has_dropout = self.dropout > 0
         self.softcap = arguments.get("softcap", 0.0)
+        self.softmax_type: SoftmaxType = arguments.get("softmax_type", "vanilla")
+        self.sinks = nn.Parameter(torch.zeros(self.heads)) if self.softmax_type == "learnable" else None
         self.backends = dict(arguments["backends"])
         training = self.backends.get("training")
         self.uses_rng = self.has_dropout and training is not None and not draws_from_keys(training)
@@ -96,6 +100,13 @@ class Attention(RecomputableModule):
         super().enable_recompute()
         if "training" in self.backends:
             self.backends["training"] = RecomputedAttention(self.backends["training"], self.uses_rng)
+
+    def _sinks(self, query: Tensor) -> Tensor | None:
+        """Return the sinks of a call, (heads,) in fp32 or fp64; None for a plain softmax."""
+        if self.softmax_type == "vanilla":
+            return None
+        dtype = torch.promote_types(query.dtype, torch.float32)
+        return query.new_zeros(self.heads, dtype=dtype) if self.sinks is None else self.sinks.to(dtype)
 
     def _dropout(self, number: int, dropout: LayerDropout | None) -> tuple[float, Tensor | None]:
         """Return `dropout_p` and `rng` of a call with the dropouts of the layer."""
@@ -128,6 +139,7 @@ def attention_arguments(stack: StackSlice, attention: AttentionSlice, backends: 
         dropout=attention.dropout,
         backends=backends,
         softcap=attention.softcap,
+        softmax_type=attention.softmax_type,
         query_norm=build_norm(stack.norm, attention.head_dim) if attention.qk_norm else None,
         key_norm=build_norm(stack.norm, attention.head_dim) if attention.qk_norm else None,
         head_scale=attention.head_scale,

@@ -88,6 +88,7 @@ class CrossAttention(Attention):
                 softmax_scale=self.scale,
                 softcap=self.softcap,
                 distance_bias=memory.distance_bias,
+                sinks=self._sinks(query),
                 key_padding_mask=memory.padding,
                 dropout_p=dropout_p,
                 rng=rng,
@@ -112,6 +113,7 @@ class CrossAttention(Attention):
             scale=self.scale,
             lengths=memory.memory_lengths,
             distance_bias=memory.distance_bias,
+            sinks=self._sinks(query),
             softcap=self.softcap,
         )
         return decode_attention(inputs)

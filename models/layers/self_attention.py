@@ -106,6 +106,7 @@ class SelfAttention(Attention):
             softcap=self.softcap,
             distance_bias=None if terms is None else terms.distance_bias,
             alibi_slopes=None if terms is None else terms.alibi_slopes,
+            sinks=self._sinks(query),
             key_padding_mask=None if self.causal else context.padding,
             dropout_p=dropout_p,
             rng=rng,
@@ -133,6 +134,7 @@ class SelfAttention(Attention):
             scale=self.scale,
             distance_bias=None if terms is None else terms.distance_bias,
             alibi_slopes=None if terms is None else terms.alibi_slopes,
+            sinks=self._sinks(query),
             left_window=-1 if self.window is None else self.window[0],
             softcap=self.softcap,
         )
@@ -175,6 +177,7 @@ def attention_weights(attention: AttentionSlice, stack: StackSlice) -> Weights:
     hidden, query = stack.hidden_size, attention.heads * attention.head_dim
     qkv = query + 2 * attention.groups * attention.head_dim
     others = qkv * attention.qkv_bias + hidden * attention.output_bias + attention.heads * attention.head_scale
+    others += attention.heads * (attention.softmax_type == "learnable")
     if attention.qk_norm:
         others += 2 * norm_parameters(stack.norm, attention.head_dim)
     return Weights((Matrix("qkv", hidden * qkv), Matrix("output", hidden * query)), others)

@@ -81,12 +81,10 @@ class HeadExchange:
             (q,) = self._share_heads((inputs.q,), zigzag=of_queries)
             k, v = self._share_heads((inputs.k, inputs.v), zigzag=of_keys)
         heads, first = q.shape[2], self.rank * q.shape[2]
-        distance_bias, slopes = (
-            None if bias is None else bias.narrow(0, first, heads)
-            for bias in (inputs.distance_bias, inputs.alibi_slopes)
-        )
+        of_heads = {name: getattr(inputs, name) for name in ("distance_bias", "alibi_slopes", "sinks")}
+        of_heads = {name: None if each is None else each.narrow(0, first, heads) for name, each in of_heads.items()}
         rng = inputs.rng if inputs.rng is None or not first else move_rng(inputs.rng, head=first)
-        out = self.function(inputs._replace(q=q, k=k, v=v, distance_bias=distance_bias, alibi_slopes=slopes, rng=rng))
+        out = self.function(inputs._replace(q=q, k=k, v=v, rng=rng, **of_heads))
         by_heads: Any = _AllToAll.apply(rank_order(out, self.size, zigzag=of_queries), self.group)
         return by_heads.permute(1, 2, 0, 3, 4).flatten(2, 3)
 

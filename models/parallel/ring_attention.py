@@ -75,7 +75,7 @@ class RingAttention:
         """Compute attention.
 
         Raises:
-            ValueError: a dense bias, a bias that requires a gradient, or packed documents with dropout.
+            ValueError: sinks, chunks, a dense bias, a bias that requires a gradient, or packed documents with dropout.
         """
         for name in ("bias", "distance_bias", "alibi_slopes"):
             bias = getattr(inputs, name)
@@ -84,6 +84,10 @@ class RingAttention:
                     f"`{name}` {tuple(bias.shape)} must be None or, by distance, without gradient in a ring; use "
                     "cp_comm_type=a2a."
                 )
+        if inputs.sinks is not None:
+            raise ValueError(f"`sinks` {tuple(inputs.sinks.shape)} must be None in a ring; use cp_comm_type=a2a.")
+        if inputs.attention_chunk:
+            raise ValueError(f"`attention_chunk` ({inputs.attention_chunk}) must be 0 in a ring; use cp_comm_type=a2a.")
         check_packed_dropout(inputs)
         device_type = inputs.q.device.type
         if torch.is_autocast_enabled(device_type):

@@ -16,6 +16,8 @@ REGISTERS = {
     "score_gradient": 224,
     "softmax_forward": 128,
     "softmax_backward": 128,
+    "softmax_forward_sinks": 128,
+    "softmax_backward_sinks": 128,
 }
 
 

@@ -15,6 +15,7 @@ REGISTERS = {
     "cross_entropy": 128,
     "cross_entropy_smoothed": 128,
     "cross_entropy_capped": 128,
+    "cross_entropy_per_token_with_z_loss": 128,
     "forked_norm_256": 96,
     "forked_norm_256_again": 96,
     "forked_norm_1024": 96,

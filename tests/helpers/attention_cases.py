@@ -36,6 +36,9 @@ class Case:
             dtype.
         reach: R of `distance_bias`; 0 for none.
         slopes: use `alibi_slopes`.
+        sinks: use `sinks`.
+        value_dim: width of value heads; 0 for `head_dim`.
+        chunk: `attention_chunk`.
         lengths: (queries, keys) of packed sequences; `batch`, `queries` and `keys` are ignored then.
         padding: mask a random number of keys at the end of each sequence.
         spread: standard deviation of q and k.
@@ -55,6 +58,9 @@ class Case:
     bias_fp32: bool = False
     reach: int = 0
     slopes: bool = False
+    sinks: bool = False
+    value_dim: int = 0
+    chunk: int = 0
     dropout: float = 0.0
     lengths: tuple[tuple[int, int], ...] = ()
     padding: bool = False
@@ -98,6 +104,7 @@ def build(case: Case, dtype: torch.dtype, device: str = "cpu", seed: int = 0) ->
 
     options: dict[str, Any] = {
         "causal": case.causal, "window_size": case.window, "softmax_scale": case.scale, "softcap": case.softcap,
+        "attention_chunk": case.chunk,
     }  # fmt: skip
     if case.lengths:
         leading_q, leading_k = [(sum(pair[side] for pair in case.lengths),) for side in (0, 1)]
@@ -110,7 +117,7 @@ def build(case: Case, dtype: torch.dtype, device: str = "cpu", seed: int = 0) ->
     tensors = {
         "q": draw(*leading_q, case.heads, case.head_dim, spread=case.spread),
         "k": draw(*leading_k, case.groups, case.head_dim, spread=case.spread),
-        "v": draw(*leading_k, case.groups, case.head_dim),
+        "v": draw(*leading_k, case.groups, case.value_dim or case.head_dim),
     }
     accumulate = torch.promote_types(dtype, torch.float32)
     if case.bias is not None:
@@ -121,6 +128,8 @@ def build(case: Case, dtype: torch.dtype, device: str = "cpu", seed: int = 0) ->
         tensors["distance_bias"] = draw(case.heads, 2 * case.reach + 1, to=accumulate)
     if case.slopes:
         tensors["alibi_slopes"] = draw(case.heads, spread=0.2, to=accumulate)
+    if case.sinks:
+        tensors["sinks"] = draw(case.heads, to=accumulate)
     if case.dropout:
         options |= {"dropout_p": case.dropout, "rng": torch.tensor([seed + 7, 3], device=device)}
     if case.padding:
@@ -161,12 +170,14 @@ def plain_attention(
     bias: Tensor | None = None,
     distance_bias: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
     dropout_p: float = 0.0,
     rng: Tensor | None = None,
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
     max_seqlen_q: int = 0,
     max_seqlen_k: int = 0,
+    attention_chunk: int = 0,
     key_padding_mask: Tensor | None = None,
     return_lse: bool = True,
     sequence: int = 0,
@@ -175,7 +186,8 @@ def plain_attention(
     assert return_lse
     options: dict[str, Any] = {
         "causal": causal, "window_size": window_size, "softmax_scale": softmax_scale, "softcap": softcap,
-        "distance_bias": distance_bias, "alibi_slopes": alibi_slopes, "dropout_p": dropout_p, "rng": rng,
+        "distance_bias": distance_bias, "alibi_slopes": alibi_slopes, "sinks": sinks, "dropout_p": dropout_p,
+        "rng": rng, "attention_chunk": attention_chunk,
     }  # fmt: skip
     if cu_seqlens_q is not None and cu_seqlens_k is not None:
         rows, columns = cu_seqlens_q.diff().tolist(), cu_seqlens_k.diff().tolist()
@@ -198,14 +210,16 @@ def plain_attention(
         scores = scores + distance_bias[:, relative_positions(queries, keys, q.device).clamp(-reach, reach) + reach]
     if alibi_slopes is not None:
         scores = scores - alibi_slopes[:, None, None] * relative_positions(queries, keys, q.device).abs()
-    visible = visibility_mask(queries, keys, causal=causal, window=window_size, device=q.device)
+    visible = visibility_mask(queries, keys, causal=causal, window=window_size, device=q.device, chunk=attention_chunk)
     if key_padding_mask is not None:
         visible = visible & key_padding_mask[:, None, None]
     scores = scores.masked_fill(~visible, float("-inf"))
+    if sinks is not None:
+        scores = torch.cat((scores, sinks[:, None, None].expand(*scores.shape[:-1], 1)), dim=-1)
     empty = (scores == float("-inf")).all(-1, keepdim=True)
     scores = scores.masked_fill(empty, 0.0)
     lse = scores.logsumexp(-1).masked_fill(empty[..., 0], float("-inf"))
-    weights = scores.softmax(-1).masked_fill(empty, 0.0)
+    weights = scores.softmax(-1).masked_fill(empty, 0.0)[..., :keys]
     if dropout_p and rng is not None:
         keep = dropout_keep_mask(
             rng, dropout_p, batch=q.shape[0], heads=heads, queries=queries, keys=keys, first_sequence=sequence
@@ -341,6 +355,12 @@ def random_case(draw: random.Random, *, largest: int, widest: int) -> Case:
         case = replace(case, reach=draw.choice((1, 2, 15, 16, 31, 128)))
     if draw.random() < 0.3:
         case = replace(case, slopes=True)
+    if draw.random() < 0.2:
+        case = replace(case, sinks=True)
+    if case.causal and draw.random() < 0.3:
+        case = replace(case, chunk=draw.choice((1, 7, 16, 32, 40, 128)))
+    if draw.random() < 0.2:
+        case = replace(case, value_dim=draw.choice([d for d in HEAD_DIMS if d <= widest]))
     if draw.random() < 0.3:
         count = draw.choice((1, 2, 4))
         pairs = tuple((draw.choice([0, *lengths]), draw.choice([0, *lengths])) for _ in range(count))
@@ -383,6 +403,9 @@ CASES_BY_FEATURE = {
     "bias": Case(bias="hqk", heads=3, groups=3),
     "distance_bias": Case(reach=6, queries=40, keys=50),
     "slopes": Case(slopes=True, queries=40, keys=50, heads=4, groups=2),
+    "values": Case(value_dim=40, head_dim=24, heads=4, groups=2, causal=True, queries=40, keys=33, reach=5),
+    "chunks": Case(chunk=12, causal=True, heads=4, groups=2, queries=50, keys=45, reach=4),
+    "sinks": Case(sinks=True, heads=4, groups=2, causal=True, queries=40, keys=33),
     "both_biases": Case(bias="bqk", bias_fp32=True, reach=40, causal=True),
     "packed": Case(batch=len(PACKED), lengths=PACKED, reach=8, causal=True),
     "padding": Case(padding=True, batch=3),

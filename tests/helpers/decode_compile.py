@@ -16,10 +16,14 @@ from offline_compile import CAPABILITIES, compile_kernel
 
 TYPES = {
     "positions_pointer": "*i64", "lengths_pointer": "*i64", "lse_pointer": "*fp32", "distance_pointer": "*fp32",
-    "slopes_pointer": "*fp32", "parts_pointer": "*fp32", "cosine_pointer": "*fp32", "sine_pointer": "*fp32",
-    "key_cosine_pointer": "*fp32", "key_sine_pointer": "*fp32", "scale": "fp32", "softcap": "fp32",
+    "slopes_pointer": "*fp32", "sinks_pointer": "*fp32", "parts_pointer": "*fp32", "cosine_pointer": "*fp32",
+    "sine_pointer": "*fp32", "key_cosine_pointer": "*fp32", "key_sine_pointer": "*fp32", "scale": "fp32",
+    "softcap": "fp32",
 }  # fmt: skip
-OPTIONAL = {"distance_pointer": "HAS_DISTANCE", "slopes_pointer": "HAS_SLOPE", "lengths_pointer": "HAS_LENGTHS"}
+OPTIONAL = {
+    "distance_pointer": "HAS_DISTANCE", "slopes_pointer": "HAS_SLOPE", "sinks_pointer": "HAS_SINK",
+    "lengths_pointer": "HAS_LENGTHS",
+}  # fmt: skip
 
 
 class Variant(NamedTuple):
@@ -45,7 +49,12 @@ def variants(which: str) -> Iterator[Variant]:
         for width in (32, 80, 128, 256):
             for dtype in ("bf16", "fp32"):
                 yield Variant("split", width, dtype, 16, capability)
-        for flags in (("HAS_LEFT", "HAS_SOFTCAP", "HAS_SLOPE"), ("HAS_DISTANCE",)):
+        for flags in (
+            ("HAS_LEFT", "HAS_SOFTCAP", "HAS_SLOPE"),
+            ("HAS_DISTANCE",),
+            ("HAS_LEFT", "HAS_SINK"),
+            ("HAS_LEFT", "HAS_CHUNK"),
+        ):
             yield Variant("split", 128, "bf16", 16, capability, flags)
         yield Variant("sum", 256, "bf16", 64, capability)
         yield Variant("append", 80, "fp32", 1, capability, ("INTERLEAVED",))
@@ -65,6 +74,8 @@ def compile_variant(variant: Variant) -> dict[str, Any]:
     values |= {
         "HEAD_DIM": variant.width,
         "BLOCK_D": max(16, 1 << (variant.width - 1).bit_length()),
+        "VALUE_DIM": variant.width,
+        "BLOCK_V": max(16, 1 << (variant.width - 1).bit_length()),
         "BLOCK_H": 16,
         "BLOCK_N": decode.keys_per_tile(variant.width, dtype),
         "SPLITS": variant.splits,

@@ -15,7 +15,7 @@ from offline_compile import CAPABILITIES, compile_kernel
 
 FLAGS = (
     "HAS_LEFT", "HAS_RIGHT", "HAS_SOFTCAP", "HAS_BIAS", "HAS_DISTANCE", "HAS_SLOPE", "HAS_PADDING", "HAS_DROPOUT",
-    "PACKED",
+    "HAS_SINK", "HAS_CHUNK", "PACKED",
 )  # fmt: skip
 # families of variants: name -> flags that are set
 FAMILIES = {
@@ -28,12 +28,16 @@ FAMILIES = {
     "bias_padding": {"HAS_BIAS", "HAS_PADDING"},
     "causal_dropout": {"HAS_RIGHT", "HAS_DROPOUT"},
     "packed": {"HAS_RIGHT", "PACKED"},
+    "sinks": {"HAS_RIGHT", "HAS_LEFT", "HAS_SINK"},
+    "chunks": {"HAS_RIGHT", "HAS_LEFT", "HAS_CHUNK"},
 }
 # pointers that are None unless their flag is set
 OPTIONAL = {
     "bias_pointer": "HAS_BIAS",
     "distance_pointer": "HAS_DISTANCE",
     "slopes_pointer": "HAS_SLOPE",
+    "sinks_pointer": "HAS_SINK",
+    "chunk": "HAS_CHUNK",
     "padding_pointer": "HAS_PADDING",
     "rng_pointer": "HAS_DROPOUT",
     "cu_seqlens_q": "PACKED",
@@ -45,8 +49,8 @@ OPTIONAL = {
     "lse_gradient_pointer": "HAS_LSE_GRADIENT",
 }
 FP32 = (
-    "lse_pointer", "lse_gradient_pointer", "delta_pointer", "distance_pointer", "slopes_pointer", "far_pointer",
-    "slope_gradient_pointer", "partial_pointer",
+    "lse_pointer", "lse_gradient_pointer", "delta_pointer", "distance_pointer", "slopes_pointer", "sinks_pointer",
+    "far_pointer",    "slope_gradient_pointer", "partial_pointer",
 )  # fmt: skip
 TYPES = dict.fromkeys(FP32, "*fp32") | {
     "padding_pointer": "*u8",
@@ -62,13 +66,16 @@ TYPES = dict.fromkeys(FP32, "*fp32") | {
 
 
 class Variant(NamedTuple):
-    """A kernel, its family of flags, head width, dtype ("bf16" or "fp32") and compute capability."""
+    """A kernel, its family of flags, head width, dtype ("bf16" or "fp32"), compute capability and width of values, if
+    another.
+    """
 
     kind: str
     family: str
     head_dim: int
     dtype: str
     capability: int
+    value_dim: int | None = None
 
 
 def variants(which: str) -> Iterator[Variant]:
@@ -84,8 +91,13 @@ def variants(which: str) -> Iterator[Variant]:
             for head_dim in (64, 128, 256):
                 yield Variant(kind, "causal", head_dim, "bf16", capability)
             yield Variant(kind, "distance", 64, "bf16", capability)
+            yield Variant(kind, "chunks", 64, "bf16", capability)
+            yield Variant(kind, "causal", 192, "bf16", capability, 128)  # MLA
         yield Variant(kind, "distance", 256, "bf16", 80)
         yield Variant(kind, "bias_padding", 64, "bf16", 120)
+        if kind == "forward":
+            for capability in CAPABILITIES:
+                yield Variant(kind, "sinks", 64, "bf16", capability)
         for family in FAMILIES:
             if family not in ("causal", "distance"):
                 yield Variant(kind, family, 128, "bf16", 90)
@@ -117,10 +129,13 @@ def constants(variant: Variant) -> tuple[Any, dict[str, Any], dict[str, Any]]:
     dtype = torch.float32 if variant.dtype == "fp32" else torch.bfloat16
     kind: Any = variant.kind
     with_bias = "bias" in variant.family
-    config = tile_config(kind, variant.head_dim, dtype, variant.capability, dense_bias=with_bias)
+    value_dim = variant.value_dim or variant.head_dim
+    config = tile_config(kind, max(variant.head_dim, value_dim), dtype, variant.capability, dense_bias=with_bias)
     values = {flag: flag in FAMILIES[variant.family] for flag in FLAGS} | {
         "HEAD_DIM": variant.head_dim,
         "BLOCK_D": 1 << (variant.head_dim - 1).bit_length(),
+        "VALUE_DIM": value_dim,
+        "BLOCK_V": 1 << (value_dim - 1).bit_length(),
         "BLOCK_M": config.queries,
         "BLOCK_N": config.keys,
         "ACCUMULATE": tl.float32,

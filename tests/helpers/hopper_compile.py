@@ -26,7 +26,8 @@ def variants() -> Iterator[tuple[str, Any, dict[str, Any]]]:
                 apart = {"SEPARATE_OUT": head_dim <= 128}
                 blocks = (launchers._FORWARD if causal or slopes else launchers._FORWARD_FULL)[head_dim]
                 constants = {"CONSUMERS": blocks.consumers} | blocks.constants()
-                yield "forward", launchers.hopper_forward, shared | apart | constants
+                for sinks in (False, True) if bias == "none" else (False,):
+                    yield "forward", launchers.hopper_forward, shared | apart | constants | {"HAS_SINK": sinks}
                 sums = {"FAR_SUMS": distance and not causal, "SLOPE_SUMS": slopes}
                 sums |= {"CORRECT_DELTA": distance or slopes, "HAS_LSE_GRADIENT": causal}
                 yield (

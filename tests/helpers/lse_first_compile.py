@@ -18,6 +18,7 @@ from offline_compile import CAPABILITIES, compile_kernel
 DENSE_OUTPUT = ("weights", "score_gradient")
 """Stages that write one element per query and key."""
 TYPES = {"lse_pointer": "*fp32", "delta_pointer": "*fp32", "mask_pointer": "*u8", "scale": "fp32"}
+TYPES |= dict.fromkeys(("sinks_pointer", "sink_weights_pointer", "row_sums_pointer"), "*fp32")
 ALIGNED = ("columns", "queries", "keys", "mask_query_stride")
 
 
@@ -39,6 +40,8 @@ def variants(which: str) -> Iterator[Variant]:
         yield Variant("score_gradient", 128, "bf16", 90)
         yield Variant("softmax_forward", 65536, "bf16", 90)
         yield Variant("softmax_backward", 16384, "bf16", 80)
+        yield Variant("softmax_forward_sinks", 2048, "bf16", 90)
+        yield Variant("softmax_backward_sinks", 2048, "bf16", 90)
         return
     for capability in CAPABILITIES:
         for stage in ("lse", "output", "weights", "score_gradient"):
@@ -48,6 +51,9 @@ def variants(which: str) -> Iterator[Variant]:
         for columns in (64, 2048, 8192, 32768, 131072):
             yield Variant("softmax_forward", columns, "bf16", capability)
             yield Variant("softmax_backward", columns, "bf16", capability)
+        for columns in (2048, 131072):
+            yield Variant("softmax_forward_sinks", columns, "bf16", capability)
+            yield Variant("softmax_backward_sinks", columns, "bf16", capability)
 
 
 def attention(variant: Variant) -> tuple[Any, dict[str, Any], dict[str, Any]]:
@@ -87,8 +93,11 @@ def softmax(variant: Variant) -> tuple[Any, dict[str, Any], dict[str, Any]]:
 
     from stoker.kernels import masked_softmax
 
-    forward = variant.kind == "softmax_forward"
-    constants: dict[str, Any] = {"CAUSAL": True, "ACCUMULATE": tl.float32} | ({"MASKED": True} if forward else {})
+    forward, sinks = variant.kind.startswith("softmax_forward"), variant.kind.endswith("sinks")
+    constants: dict[str, Any] = {"CAUSAL": True, "ACCUMULATE": tl.float32}
+    constants |= {"MASKED": True, "HAS_SINK": sinks} if forward else {"ROW_SUMS": sinks}
+    if not sinks:
+        constants |= dict.fromkeys(("sinks_pointer", "sink_weights_pointer") if forward else ("row_sums_pointer",))
     if variant.width > masked_softmax.ONE_PASS_COLUMNS:
         kernel = masked_softmax._long_forward_kernel if forward else masked_softmax._long_backward_kernel
         vector = {"VECTOR": masked_softmax.VECTOR} if forward else {}

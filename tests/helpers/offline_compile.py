@@ -46,12 +46,14 @@ def cases(capability: int) -> list[tuple[str, Any, dict[str, str], dict[str, Any
         "labels_pointer": "*i64",
         "losses_pointer": "*fp32",
         "denominator_pointer": "*fp32",
+        "row_weights_pointer": "*fp32",
         "row_stride": "i32",
         "valid_vocab": "i32",
         "padded_vocab": "i32",
         "ignore_index": "i32",
         "smoothing": "fp32",
         "softcap": "fp32",
+        "z_loss": "fp32",
     }
     dropout = dict.fromkeys(("values_pointer", "out_pointer"), "*bf16") | {"residual_pointer": "*fp32"}
     dropout |= dict.fromkeys(("key_pointer", "rows_pointer"), "*i64") | {"scale": "fp32"}
@@ -199,15 +201,19 @@ def cases(capability: int) -> list[tuple[str, Any, dict[str, str], dict[str, Any
             (
                 name,
                 _loss_and_gradient_kernel,
-                loss,
-                {"WITH_GRADIENT": True, "SMOOTHED": smoothed, "CAPPED": capped, "DIVIDED": True, "BLOCK": 4096},
+                {argument: kind for argument, kind in loss.items() if argument != absent},
+                {"WITH_GRADIENT": True, "SMOOTHED": smoothed, "CAPPED": capped, "BLOCK": 4096, absent: None}
+                | dict.fromkeys(("WEIGHTED", "Z_LOSS"), per_token)
+                | {"DIVIDED": not per_token},
                 options | {"num_warps": 8},
             )
-            for name, smoothed, capped in (
-                ("cross_entropy", False, False),
-                ("cross_entropy_smoothed", True, False),
-                ("cross_entropy_capped", False, True),
+            for name, smoothed, capped, per_token in (
+                ("cross_entropy", False, False, False),
+                ("cross_entropy_smoothed", True, False, False),
+                ("cross_entropy_capped", False, True, False),
+                ("cross_entropy_per_token_with_z_loss", False, False, True),
             )
+            for absent in ("denominator_pointer" if per_token else "row_weights_pointer",)
         ),
     ]
 

@@ -12,9 +12,10 @@ from tiers import looped
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
-from stoker.kernels import flash_attention, reference_attention
+from stoker.kernels import flash_attention, lse_first_attention, reference_attention
 from stoker.kernels.attention.argument_checks import AttentionGeometry, check_arguments
 from stoker.kernels.attention.inputs import AttentionInputs
+from stoker.kernels.attention.recompute_scores import attention_recompute_scores
 
 SHAPES = {"q": (2, 5, 6, 16), "k": (2, 7, 3, 16), "v": (2, 7, 3, 16)}
 PACKED_SHAPES = {"q": (5, 6, 16), "k": (7, 3, 16), "v": (7, 3, 16)}
@@ -94,6 +95,12 @@ REFUSED: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     "slopes_dtype": (lambda: dense(alibi_slopes=torch.zeros(6).half()), r"`alibi_slopes` \(torch.float16\)"),
     "slopes_device": (lambda: dense(alibi_slopes=on_meta(6)), r"`alibi_slopes` \(meta\) must be on the device"),
     "slopes_packed": (lambda: packed(alibi_slopes=torch.zeros(2, 6)), r"`alibi_slopes` \(2, 6\) must be \(heads,\)"),
+    "sinks_heads": (lambda: dense(sinks=torch.zeros(3)), r"`sinks` \(3,\) must be \(heads,\) = \(6,\)"),
+    "sinks_dtype": (lambda: dense(sinks=torch.zeros(6).half()), r"`sinks` \(torch.float16\) must be float32"),
+    "sinks_device": (lambda: dense(sinks=on_meta(6)), r"`sinks` \(meta\) must be on the device"),
+    "chunk_negative": (lambda: dense(causal=True, attention_chunk=-1), r"`attention_chunk` \(-1\) must be a number"),
+    "chunk_float": (lambda: dense(causal=True, attention_chunk=2.0), r"`attention_chunk` \(2.0\) must be a number"),
+    "chunk_full": (lambda: dense(attention_chunk=4), r"`attention_chunk` \(4\) must be 0 without `causal`"),
     "dropout_one": (lambda: dense(dropout_p=1.0), r"`dropout_p` \(1.0\) must be at least 0 and less than 1"),
     "dropout_negative": (lambda: dense(dropout_p=-0.1), r"`dropout_p` \(-0.1\)"),
     "dropout_nan": (lambda: dense(dropout_p=float("nan")), r"`dropout_p` \(nan\)"),
@@ -138,6 +145,7 @@ def test_refused(attention: Callable[..., Any], arguments: Callable[[], dict[str
 
 
 KERNEL_ONLY: dict[str, tuple[dict[str, Any], str]] = {
+    "narrow_values": ({n: torch.zeros(*s[:3], 8 if n == "v" else 16) for n, s in SHAPES.items()}, r"`v` .*not 8"),
     "narrow": ({n: torch.zeros(*s[:3], 8) for n, s in SHAPES.items()}, r"`q` \(2, 5, 6, 8\).*16 to 256 wide.*not 8"),
     "wide": ({n: torch.zeros(*s[:3], 264) for n, s in SHAPES.items()}, "not 264"),
     "odd": ({n: torch.zeros(*s[:3], 84) for n, s in SHAPES.items()}, "steps of 8, not 84"),
@@ -149,6 +157,16 @@ def test_limits_of_the_kernels(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         flash_attention(**arguments)
     check(**arguments, for_kernel=False)
+
+
+def test_functions_that_need_values_of_the_width_of_keys_say_so() -> None:
+    arguments = {n: torch.zeros(*s[:3], 24 if n == "v" else 16) for n, s in SHAPES.items()}
+    assert check(**arguments).value_dim == 24
+    with pytest.raises(ValueError, match=r"`v` \(2, 7, 3, 24\) must have the head width of `k`, 16, not 24"):
+        lse_first_attention(*arguments.values())
+    query, key, value = arguments.values()
+    with pytest.raises(ValueError, match="must have the head width of `k`"):
+        attention_recompute_scores(query, key, value, scale=1.0, causal=True)
 
 
 def test_fp64_is_for_the_interpreter() -> None:
@@ -178,10 +196,32 @@ def test_no_wait_for_the_device() -> None:
 
 def test_geometry() -> None:
     assert check(**dense()) == AttentionGeometry(
-        batch=2, heads=6, groups=3, head_dim=16, queries=5, keys=7, packed=False, scale=0.25, left=-1, right=-1
+        batch=2,
+        heads=6,
+        groups=3,
+        head_dim=16,
+        value_dim=16,
+        queries=5,
+        keys=7,
+        packed=False,
+        scale=0.25,
+        left=-1,
+        right=-1,
+        chunk=0,
     )
     assert check(**packed(softmax_scale=1, max_seqlen_q=8)) == AttentionGeometry(
-        batch=2, heads=6, groups=3, head_dim=16, queries=8, keys=4, packed=True, scale=1.0, left=-1, right=-1
+        batch=2,
+        heads=6,
+        groups=3,
+        head_dim=16,
+        value_dim=16,
+        queries=8,
+        keys=4,
+        packed=True,
+        scale=1.0,
+        left=-1,
+        right=-1,
+        chunk=0,
     )
 
 
@@ -202,6 +242,12 @@ def test_window_and_causal_become_one(causal: bool, window: tuple[int, int], exp
     assert (geometry.left, geometry.right) == expected
 
 
+@looped(("chunk", "kept"), [(0, 0), (3, 3), (6, 6), (7, 0), (100, 0)])
+def test_a_chunk_of_all_keys_is_none(chunk: int, kept: int) -> None:
+    """So that the same kernels run, with the same bits."""
+    assert check(**dense(causal=True, attention_chunk=chunk)).chunk == kept
+
+
 @looped(
     "bias", [(), (7,), (5, 1), (6, 1, 7), (1, 1, 5, 7), (2, 6, 5, 7), (2, 1, 1, 1)]
 )  # fmt: skip
@@ -216,7 +262,7 @@ def test_good_arguments_are_taken() -> None:
     check(**dense(softmax_scale=0.0, softcap=30.0, window_size=[4, 0], rng=torch.zeros(2, dtype=torch.int64)))
     check(**packed(cu_seqlens_q=ends(0, 0, 4), max_seqlen_q=4))  # an empty sequence, a token of none
     check(**packed(cu_seqlens_q=ends(0), cu_seqlens_k=ends(0), max_seqlen_q=0, max_seqlen_k=0))
-    check(**packed(alibi_slopes=torch.zeros(6), distance_bias=torch.zeros(6, 3)))
+    check(**packed(alibi_slopes=torch.zeros(6), distance_bias=torch.zeros(6, 3), sinks=torch.zeros(6)))
     check(**empty(SHAPES, dtype=torch.float64), alibi_slopes=torch.zeros(6, dtype=torch.float64))
     check(**dense(distance_bias=torch.zeros(6, 3), bias=torch.zeros(5, 7), dropout_p=0))
     half = empty(SHAPES, dtype=torch.bfloat16)

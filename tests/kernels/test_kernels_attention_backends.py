@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import random
 import sys
@@ -246,23 +247,36 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "padding in front": {"key_padding_mask": ~PADDING | (torch.arange(20) == 19), "causal": True},
     "padding slopes": {"key_padding_mask": PADDING, "causal": False, "alibi_slopes": "slopes_with_gradient"},
     "every bias": {"bias": "dense", "distance_bias": "distance", "alibi_slopes": "slopes_with_gradient"},
+    "sinks": {"sinks": True},
+    "sinks packed": {"sinks": True, "packed": True, "window_size": (3, 0)},
+    "sinks distance": {"sinks": True, "distance_bias": "distance", "key_padding_mask": PADDING, "causal": False},
 }
+OPTIONS["values"] = {"value_dim": 24}
+OPTIONS["values packed"] = {"value_dim": 24, "packed": True, "causal": False}
+OPTIONS["chunks"] = {"attention_chunk": 6}
+OPTIONS["chunks packed"] = {"attention_chunk": 4, "packed": True, "window_size": (2, 0)}
+OPTIONS["chunks padding"] = {"attention_chunk": 6, "key_padding_mask": PADDING}
+OF_FEW = {option for option, words in OPTIONS.items() if {"sinks", "attention_chunk"} & words.keys()}
+"""Options that only this package's own kernels and compositions support."""
 TAKEN = {
     "triton": set(OPTIONS),
     "unfused": set(OPTIONS),
-    "sdpa_math": set(OPTIONS) - {"window", "softcap", "packed window"},
+    "sdpa_math": set(OPTIONS) - {"window", "softcap", "packed window"} - OF_FEW,
     "lse_first": {"plain", "full"},
     "te_flash": {"plain", "full", "window", "packed", "packed window"},
-    "te_fused": {option for option in OPTIONS if option.split()[0] not in ("softcap", "padding")}
+    "te_fused": {option for option in OPTIONS if option.split()[0] not in ("softcap", "padding", "values")}
+    - OF_FEW
     - {"packed distance", "packed slopes"},
-    "te_unfused": set(OPTIONS) - {"softcap", "padding", "padding in front", "padding slopes"},
+    "te_unfused": {option for option in OPTIONS if option.split()[0] not in ("softcap", "padding", "values")} - OF_FEW,
     "flash_attn": {"plain", "full", "window", "softcap", "packed", "packed window", "slopes", "packed slopes"},
 }
 
 
 def with_options(words: dict[str, Any], tensors: list[Tensor]) -> dict[str, Any]:
-    """Arguments of a backend; biases and slopes that want a gradient are added to `tensors`."""
+    """Arguments of a backend; biases, slopes and sinks that want a gradient are added to `tensors`."""
     options: dict[str, Any] = {"causal": True, "softmax_scale": 0.3} | words
+    if width := options.pop("value_dim", None):
+        tensors[2] = tensors[2].detach().repeat(1, 1, 1, 2)[..., :width].requires_grad_()
     generator = torch.Generator().manual_seed(3)
     for name, shape in (("bias", (1, 4, 20, 20)), ("distance_bias", (4, 9))):
         if name in options:
@@ -273,6 +287,9 @@ def with_options(words: dict[str, Any], tensors: list[Tensor]) -> dict[str, Any]
         if options["alibi_slopes"] == "slopes_with_gradient":
             tensors.append(slopes.requires_grad_())
         options["alibi_slopes"] = slopes
+    if "sinks" in options:
+        tensors.append(torch.randn(4, generator=generator).requires_grad_())
+        options["sinks"] = tensors[-1]
     if "packed" in options:
         options["packed"] = PackedSequences.from_documents(DOCUMENTS, dtype=torch.float32, causal=options["causal"])
     return options
@@ -287,7 +304,7 @@ def test_every_option_of_every_backend(name: str, option: str, monkeypatch: pyte
     tensors = inputs(queries=20, keys=20, heads=4, dim=16, dtype=torch.float32)
     options = with_options(OPTIONS[option], tensors)
     if option not in TAKEN[name]:
-        with pytest.raises(ValueError, match=r"must (be None|be 0|not be given)"):
+        with pytest.raises(ValueError, match=r"must (be None|be 0|not be given|have the head width)"):
             attend(ATTENTION_FUNCTIONS[name], *tensors[:3], **options)
         return
     assert_same(run(name, tensors, **options), run("reference", tensors, **options), 2e-5)
@@ -576,9 +593,14 @@ def skip_unless_it_runs(name: str, call: AttentionCall) -> None:
         pytest.skip(f"{name}: {reason}")
 
 
+def values_of(head_dim: int) -> int:
+    """Width of value heads beside keys: MLA's with 192."""
+    return 128 if head_dim == 192 else head_dim // 2
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", [backend.name for backend in BACKENDS if backend.name != "reference"])
-@pytest.mark.parametrize(("groups", "head_dim"), [(1, 64), (2, 64), (8, 64), (2, 128), (2, 256)])
+@pytest.mark.parametrize(("groups", "head_dim"), [(1, 64), (2, 64), (8, 64), (2, 128), (8, 192), (2, 256)])
 @pytest.mark.parametrize("option", list(OPTIONS))
 def test_gpu_backends_equal_the_reference(name: str, groups: int, head_dim: int, option: str) -> None:
     """Output and gradients in bf16 against the definition in fp64, for every option the table accepts on this card."""
@@ -590,11 +612,14 @@ def test_gpu_backends_equal_the_reference(name: str, groups: int, head_dim: int,
     call = gpu_call(
         groups=groups, head_dim=head_dim, bias=given[0] if given else "none", causal=words.get("causal", True),
         window=words.get("window_size"), softcap=words.get("softcap", 0.0), packed="packed" in words,
-        padding="key_padding_mask" in words,
+        padding="key_padding_mask" in words, sinks="sinks" in words,
+        attention_chunk=words.get("attention_chunk", 0),
+        value_dim=values_of(head_dim) if "value_dim" in words else None,
     )  # fmt: skip
     skip_unless_it_runs(name, call)
     generator = torch.Generator().manual_seed(0)
-    shapes = [(2, tokens, heads, head_dim), *[(2, tokens, groups, head_dim)] * 2]
+    shapes = [(2, tokens, heads, head_dim), (2, tokens, groups, head_dim)]
+    shapes += [(2, tokens, groups, call.value_dim or head_dim)]
     shapes += [(1, heads, tokens, tokens)] if "bias" in words else []
     shapes += [(heads, 65)] if "distance_bias" in words else []
     shapes += [(heads,)] if "alibi_slopes" in words else []
@@ -603,11 +628,12 @@ def test_gpu_backends_equal_the_reference(name: str, groups: int, head_dim: int,
         drawn[-1] = drawn[-1].abs() / 8
     documents = (torch.rand(2, tokens, generator=generator) < 0.03).int().cumsum(1, dtype=torch.int32).to("cuda")
     seen = (torch.arange(tokens) < torch.tensor([[200], [tokens]])).to("cuda")
-    upstream = torch.randn(2, tokens, heads, head_dim, generator=generator).to("cuda")
+    upstream = torch.randn(2, tokens, heads, call.value_dim or head_dim, generator=generator).to("cuda")
     results: list[list[Tensor]] = []
     for function, dtype in (("reference", torch.float64), (name, torch.bfloat16)):
         tensors = [tensor.to(dtype, copy=True).requires_grad_() for tensor in drawn]
         options: dict[str, Any] = {"causal": True, "softmax_scale": head_dim**-0.5} | words
+        options.pop("value_dim", None)
         if "bias" in words:
             options["bias"] = tensors[3]
         for word in ("distance_bias", "alibi_slopes"):
@@ -616,6 +642,9 @@ def test_gpu_backends_equal_the_reference(name: str, groups: int, head_dim: int,
                 options[word] = tensors[3]
         if words.get("alibi_slopes") == "slopes":
             tensors.pop().requires_grad_(False)
+        if "sinks" in words:
+            tensors.append(torch.linspace(-2, 2, heads, device="cuda", dtype=torch.promote_types(dtype, torch.float32)))
+            options["sinks"] = tensors[-1].requires_grad_()
         if "packed" in words:
             options["packed"] = PackedSequences.from_documents(documents, dtype=dtype, causal=options["causal"])
         if "key_padding_mask" in words:
@@ -628,6 +657,11 @@ def test_gpu_backends_equal_the_reference(name: str, groups: int, head_dim: int,
 
 def random_gpu_call(draw: random.Random) -> AttentionCall:
     """Any call, with odd lengths and widths; most backends refuse it."""
+    call = _random_gpu_call(draw)
+    return call if call.causal else dataclasses.replace(call, attention_chunk=0)
+
+
+def _random_gpu_call(draw: random.Random) -> AttentionCall:
     queries = draw.choice((2, 17, 64, 100, 128, 256, 300))
     keys = queries if draw.random() < 0.7 else draw.choice((2, 33, 128, 200, 384))
     groups = draw.choice((1, 2, 4))
@@ -639,7 +673,8 @@ def random_gpu_call(draw: random.Random) -> AttentionCall:
         queries=queries, keys=keys, causal=draw.random() < 0.6, packed=packed, bias=bias,
         window=draw.choice((None, None, None, (40, 0), (9, 20), (-1, 5), (30, -1))),
         padding=not packed and draw.random() < 0.15, softcap=draw.choice((0.0, 0.0, 0.0, 5.0)),
-        dropout=draw.choice((0.0, 0.0, 0.0, 0.125)), deterministic=draw.random() < 0.2,
+        dropout=draw.choice((0.0, 0.0, 0.0, 0.125)), deterministic=draw.random() < 0.2, sinks=draw.random() < 0.15,
+        value_dim=draw.choice((None, None, None, 64, 128)), attention_chunk=draw.choice((0, 0, 0, 70)),
     )  # fmt: skip
 
 
@@ -647,7 +682,9 @@ def drawn_arguments(call: AttentionCall, dtype: torch.dtype) -> tuple[list[Tenso
     """Query, key, value and a bias that is trained, all with gradients, and the other arguments, on the GPU."""
     generator = torch.Generator().manual_seed(0)
     shapes = [(call.batch, call.queries, call.heads, call.head_dim)]
-    shapes += [(call.batch, call.keys, call.groups, call.head_dim)] * 2
+    shapes += [
+        (call.batch, call.keys, call.groups, width) for width in (call.head_dim, call.value_dim or call.head_dim)
+    ]
     biases = {"dense": (1, call.heads, call.queries, call.keys), "distance": (call.heads, 2 * 20 + 1),
               "slopes": (call.heads,)}  # fmt: skip
     shapes += [shape for name, shape in biases.items() if call.bias.startswith(name)]
@@ -660,12 +697,18 @@ def drawn_arguments(call: AttentionCall, dtype: torch.dtype) -> tuple[list[Tenso
     wide = dtype == torch.float64
     tensors = [tensor.to("cuda", torch.float64 if wide else tensor.dtype).requires_grad_() for tensor in rounded]
     options: dict[str, Any] = {"causal": call.causal, "window_size": call.window, "softcap": call.softcap,
-                               "softmax_scale": call.head_dim**-0.5, "dropout_p": call.dropout}  # fmt: skip
+                               "softmax_scale": call.head_dim**-0.5, "dropout_p": call.dropout,
+                               "attention_chunk": call.attention_chunk}  # fmt: skip
     if call.bias != "none":
         names = {"dense": "bias", "distance": "distance_bias", "slopes": "alibi_slopes"}
         options[names[call.bias.removesuffix("_with_gradient")]] = tensors[3]
         if not call.bias_requires_grad:
             tensors.pop().requires_grad_(False)
+    if call.sinks:
+        options["sinks"] = torch.linspace(
+            -2, 2, call.heads, device="cuda", dtype=torch.float64 if wide else torch.float32
+        )
+        tensors.append(options["sinks"].requires_grad_())
     starts = torch.rand(call.batch, call.queries, generator=generator) < 0.03
     if call.packed:
         documents = starts.int().cumsum(1, dtype=torch.int32).to("cuda")

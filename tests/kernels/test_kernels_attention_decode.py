@@ -54,12 +54,18 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "softcap": {"softcap": 1.5},
     "alibi": {"alibi_slopes": torch.linspace(0.1, 0.6, HEADS, dtype=torch.float64)},
     "distance": {"distance_bias": randn(HEADS, 2 * 9 + 1, seed=3)},
+    "chunks": {"attention_chunk": 9},
+    "sinks": {"sinks": torch.linspace(-1.0, 2.0, HEADS, dtype=torch.float64)},
     "all": {
         "softcap": 2.0,
         "alibi_slopes": torch.linspace(0.1, 0.6, HEADS, dtype=torch.float64),
         "distance_bias": randn(HEADS, 2 * 40 + 1, seed=4),
+        "sinks": torch.linspace(1.0, -2.0, HEADS, dtype=torch.float64),
     },
 }
+
+
+OF_A_MEMORY = [option for option in OPTIONS if option != "chunks"]
 
 
 @looped("option", OPTIONS)
@@ -81,7 +87,7 @@ def test_a_step_is_the_last_row_of_attention(option: str, left: int) -> None:
         torch.testing.assert_close(found[row], whole[0, -1], rtol=1e-12, atol=1e-13)
 
 
-@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("option", OF_A_MEMORY)
 def test_a_memory_is_seen_whole_and_shared_by_rows(option: str) -> None:
     """Distances count from the first tokens of both texts, so later keys have biases of their own."""
     lengths, positions = torch.tensor([5, 19]), torch.tensor([0, 3, 11, 25])
@@ -113,7 +119,19 @@ def test_a_memory_is_seen_whole_and_shared_by_rows(option: str) -> None:
 @interpreted
 @pytest.mark.parametrize(
     ("option", "left", "splits"),
-    [("plain", -1, 4), ("softcap", 99, 1), ("alibi", 99, None), ("distance", -1, 4), ("all", 99, None), ("all", -1, 1)],
+    [
+        ("plain", -1, 4),
+        ("softcap", 99, 1),
+        ("alibi", 99, None),
+        ("distance", -1, 4),
+        ("all", 99, None),
+        ("all", -1, 1),
+        ("sinks", 99, 1),
+        ("sinks", -1, 4),
+        ("chunks", -1, 4),
+        ("chunks", 99, 1),
+        ("chunks", 4, 1),
+    ],
 )
 def test_triton_is_plain_torch(option: str, left: int, splits: int | None) -> None:
     """Lengths from one key to more than all slots, so that some parts of a sequence hold no key."""
@@ -137,10 +155,26 @@ def test_triton_over_a_memory(splits: int, groups: int) -> None:
         randn(*shape, seed=n) for n, shape in enumerate([(4, HEADS, WIDTH), *[(2, groups, 70, WIDTH)] * 2])
     )
     lengths, positions = torch.tensor([0, 70]), torch.tensor([0, 1, 2, 90])
-    options: dict[str, Any] = {"scale": 0.3, "lengths": lengths, "distance_bias": OPTIONS["distance"]["distance_bias"]}
+    options: dict[str, Any] = {"scale": 0.3, "lengths": lengths} | OPTIONS["distance"] | OPTIONS["sinks"]
     expected = reference_decode(query, key, value, positions, **options)
     found = triton_decode(query, key, value, positions, splits=splits, **options)
     assert not found[:2].any()
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-11)
+
+
+@interpreted
+@pytest.mark.parametrize("splits", [1, 4])
+def test_values_of_another_width(splits: int) -> None:
+    """MLA: the output is as wide as the values."""
+    query, key, value = (
+        randn(*shape, seed=n)
+        for n, shape in enumerate([(ROWS, HEADS, WIDTH), (ROWS, GROUPS, 200, WIDTH), (ROWS, GROUPS, 200, 40)])
+    )
+    positions = torch.tensor([0, 70, 199])
+    expected = reference_decode(query, key, value, positions, scale=0.3)
+    whole = reference_attention(query[2:, None], *(t[2:].transpose(1, 2) for t in (key, value)), softmax_scale=0.3)
+    torch.testing.assert_close(expected[2], whole[0, 0], rtol=1e-12, atol=1e-13)
+    found = triton_decode(query, key, value, positions, splits=splits, scale=0.3)
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-11)
 
 
@@ -211,7 +245,10 @@ GOOD: dict[str, Any] = {
         ("lengths", torch.zeros(2)),
         ("distance_bias", torch.zeros(5, 3)),
         ("alibi_slopes", torch.zeros(5)),
+        ("sinks", torch.zeros(5)),
         ("left_window", 3),
+        ("attention_chunk", 3),
+        ("attention_chunk", -1),
     ],
 )
 def test_arguments_that_do_not_fit_are_named(name: str, value: Any) -> None:
@@ -261,7 +298,14 @@ def test_on_a_gpu(dtype: torch.dtype, width: int, groups: int) -> None:
     query, key, value = (randn(*shape, seed=n, dtype=dtype).cuda() for n, shape in enumerate(shapes))
     positions = torch.tensor([0, 63, 64, 700, 1499], device="cuda")
     bias = randn(8, 2 * 100 + 1, seed=9, dtype=torch.float32).cuda()
-    for more in ({}, {"distance_bias": bias}, {"softcap": 3.0, "left_window": 99}):
+    sinks = torch.linspace(-2.0, 4.0, 8, device="cuda")
+    for more in (
+        {},
+        {"distance_bias": bias},
+        {"softcap": 3.0, "left_window": 99},
+        {"sinks": sinks},
+        {"attention_chunk": 128},
+    ):
         options: dict[str, Any] = {"scale": width**-0.5} | more
         truth = reference_decode(query.double(), key.double(), value.double(), positions, **options)
         found = decode(query, key, value, positions, **options)
@@ -277,5 +321,5 @@ def test_the_operation_is_one_torch_knows() -> None:
         torch.randn(shape, device="cuda", dtype=torch.bfloat16) for shape in [(2, 8, 64), *[(2, 2, 300, 64)] * 2]
     )
     positions = torch.tensor([3, 299], device="cuda")
-    arguments = (query, key, value, positions, 0.125, None, None, None, -1, 0.0)
+    arguments = (query, key, value, positions, 0.125, None, None, None, None, -1, 0, 0.0)
     torch.library.opcheck(torch.ops.stoker.decode_attention.default, arguments)

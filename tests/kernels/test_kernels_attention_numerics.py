@@ -5,6 +5,7 @@ On a CPU the kernels run in Triton's interpreter; `-m gpu` runs the same tests, 
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import replace
 from typing import Any
@@ -50,6 +51,19 @@ FIXED_CASES = [
     Case(queries=97, keys=65, slopes=True, causal=True, reach=20, dropout=0.17, head_dim=24),
     Case(batch=len(PACKED), lengths=PACKED, slopes=True, causal=True, heads=4, groups=2, softcap=2.0),
     Case(queries=65, keys=70, slopes=True, padding=True, batch=3, bias="hqk", window=(40, 20)),
+    Case(queries=97, keys=65, sinks=True, heads=4, groups=2, head_dim=24, causal=True, window=(20, -1)),
+    Case(queries=65, keys=97, sinks=True, reach=20, softcap=2.0, dropout=0.17),
+    Case(queries=65, keys=33, sinks=True, slopes=True, causal=True, heads=4, groups=4),
+    Case(batch=len(PACKED), lengths=PACKED, sinks=True, causal=True, reach=16),
+    Case(queries=65, keys=97, head_dim=48, value_dim=24, causal=True, heads=4, groups=2, softcap=2.0),
+    Case(queries=97, keys=65, head_dim=24, value_dim=64, reach=15, dropout=0.17, sinks=True),
+    Case(batch=len(PACKED), lengths=PACKED, head_dim=40, value_dim=32, causal=True, slopes=True),
+    Case(queries=33, keys=65, value_dim=40, bias="hk", padding=True, batch=2),
+    Case(queries=97, keys=130, chunk=40, causal=True, heads=4, groups=2),
+    Case(queries=130, keys=97, chunk=7, causal=True, softcap=2.0, sinks=True),
+    Case(queries=97, keys=97, chunk=32, causal=True, window=(20, -1), reach=16, dropout=0.17),
+    Case(batch=len(PACKED), lengths=PACKED, chunk=10, causal=True, slopes=True),
+    Case(queries=65, keys=65, chunk=24, causal=True, bias="hk", padding=True, batch=2, value_dim=24),
 ]
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=["fp32", "fp16", "bf16"])
 
@@ -59,7 +73,7 @@ ACCURACY = {
     for case in FIXED_CASES
     for name, dtype in (("fp32", torch.float32), ("fp16", torch.float16), ("bf16", torch.bfloat16))
 }
-FAST = [list(ACCURACY)[place] for place in (8, 50)]  # groups, slopes
+FAST = [list(ACCURACY)[place] for place in (8, 50, 59, 74, 83)]  # groups, slopes, sinks, values, chunks
 
 
 @mostly_full("case_and_dtype", ACCURACY, FAST, gpu=True)
@@ -92,6 +106,8 @@ def test_accuracy_of_every_head_width(head_dim: int, causal: bool, dtype: torch.
         Case(head_dim=head_dim, causal=causal, queries=257, keys=513, heads=4, groups=2),
         Case(head_dim=head_dim, causal=causal, queries=300, keys=300, reach=64),
         Case(head_dim=head_dim, causal=causal, queries=129, keys=200, bias="hqk"),
+        Case(head_dim=head_dim, causal=causal, queries=257, keys=513, value_dim=128, heads=4, groups=2, sinks=True),
+        Case(head_dim=head_dim, causal=True, queries=600, keys=777, chunk=200, heads=4, groups=2),
         Case(head_dim=head_dim, causal=causal, batch=3, lengths=((128, 128), (1, 77), (200, 150)), dropout=0.1),
     ):
         with told(case, 0):
@@ -161,6 +177,25 @@ def test_huge_scores_stay_finite(device: str, logit: float) -> None:
     torch.testing.assert_close(results["lse"], torch.full_like(results["lse"], logit), rtol=5e-7, atol=0.0)
 
 
+@ON_DEVICES
+@pytest.mark.parametrize("sink", [-math.inf, -1e4, 0.0, 1e4])
+def test_sinks_of_any_size(device: str, sink: float) -> None:
+    """None, one far below or far above all scores, and a query that sees no key, whose log-sum-exp is the sink."""
+    problem = build(Case(queries=40, keys=33, causal=True), torch.float32, device)
+    sinks = torch.full((2,), sink, device=device, requires_grad=True)
+    ours = run(flash_attention, problem.with_tensors(sinks=sinks))
+    if sink in (-math.inf, -1e4):
+        plain = run(flash_attention, problem)
+        rows = slice(7, None) if sink == -1e4 else slice(None)  # seven queries see no key
+        torch.testing.assert_close(ours["out"], plain["out"])
+        torch.testing.assert_close(ours["lse"][..., rows], plain["lse"][..., rows])
+        torch.testing.assert_close(ours["dk"], plain["dk"])
+    assert (ours["lse"][..., :7] == sink).all()
+    assert not ours["out"][:, :7].any()
+    assert sink < 1e4 or not ours["out"].any()
+    assert all(gradient.isfinite().all() for name, gradient in ours.items() if name.startswith("d"))
+
+
 # ---------------------------------------------------------------- gradients of the kernels themselves, in fp64
 
 GRADCHECK = {
@@ -176,7 +211,7 @@ def test_kernels_pass_gradcheck(case: Case, device: str) -> None:
     check_gradients(flash_attention, small)
 
 
-@mostly_full("case", CASES_BY_FEATURE, ["both_biases", "slopes"])
+@mostly_full("case", CASES_BY_FEATURE, ["both_biases", "slopes", "sinks", "values", "chunks"])
 def test_fp64_is_the_reference(case: Case, device: str) -> None:
     problem = build(case, torch.float64, device)
     ours, truth = run(flash_attention, problem), run(reference_attention, problem)

@@ -37,13 +37,14 @@ def by_hand(problem: Problem, *, first: int = 0) -> tuple[Tensor, Tensor]:
     q, k, v = (problem.tensors[name].detach() for name in "qkv")
     batch, queries, heads, width = q.shape
     keys, groups = k.shape[1:3]
-    out, lse = torch.zeros_like(q), torch.full((batch, heads, queries), -math.inf, dtype=q.dtype)
+    out, lse = q.new_zeros(*q.shape[:-1], v.shape[-1]), torch.full((batch, heads, queries), -math.inf, dtype=q.dtype)
     left, right = options["window_size"]
     scale = options["softmax_scale"] if options["softmax_scale"] is not None else 1 / math.sqrt(width)
     tensors = {name: tensor.detach() for name, tensor in problem.tensors.items()}
     bias, distance_bias = tensors.get("bias"), tensors.get("distance_bias")
     bias = None if bias is None else bias.expand(batch, heads, queries, keys)
     slopes = tensors.get("alibi_slopes", torch.zeros(heads))
+    sinks = tensors.get("sinks")
     mask = options.get("key_padding_mask")
     p = options.get("dropout_p", 0.0)
     kept = torch.ones(batch, heads, queries, keys, dtype=torch.bool)
@@ -55,6 +56,8 @@ def by_hand(problem: Problem, *, first: int = 0) -> tuple[Tensor, Tensor]:
         for j in range(keys):
             distance = j - (i + keys - queries)
             hidden = options["causal"] and distance > 0
+            chunk = options["attention_chunk"] or keys
+            hidden = hidden or (options["attention_chunk"] > 0 and j // chunk != (i + keys - queries) // chunk)
             hidden = hidden or (left >= 0 and distance < -left) or (right >= 0 and distance > right)
             if hidden or (mask is not None and not mask[b, j]):
                 continue
@@ -66,9 +69,10 @@ def by_hand(problem: Problem, *, first: int = 0) -> tuple[Tensor, Tensor]:
                 score += float(distance_bias[h, reach + min(max(distance, -reach), reach)])
             score -= float(slopes[h]) * abs(distance)
             scores[j] = score
-        if scores:
-            top = max(scores.values())
-            lse[b, h, i] = top + math.log(sum(math.exp(s - top) for s in scores.values()))
+        terms = [*scores.values(), *([] if sinks is None else [float(sinks[h])])]
+        if terms:
+            top = max(terms)
+            lse[b, h, i] = top + math.log(sum(math.exp(term - top) for term in terms))
             for j, score in scores.items():
                 weight = math.exp(score - float(lse[b, h, i])) * float(kept[b, h, i, j]) / (1 - p)
                 out[b, i, h] += weight * v[b, j, h // (heads // groups)]

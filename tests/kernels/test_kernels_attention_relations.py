@@ -164,7 +164,7 @@ def test_dropout_keeps_its_share(attention: Callable[..., Any]) -> None:
 # ---------------------------------------------------------------- inside torch
 
 
-COMPILED = ("causal", "softcap", "both_biases", "packed", "padding", "dropout", "slopes")
+COMPILED = ("causal", "softcap", "both_biases", "packed", "padding", "dropout", "slopes", "sinks", "values", "chunks")
 
 
 @full_only
@@ -228,7 +228,16 @@ def test_operation_is_well_formed(name: str, device: str) -> None:
     torch.library.opcheck(torch.ops.stoker.flash_attention.default, arguments_of_the_operation(problem))
 
 
-@pytest.mark.parametrize(("options", "pairs"), [({}, 5 * 7), ({"causal": True}, 5 * 7 - 5 * 4 // 2)], ids=str)
+@pytest.mark.parametrize(
+    ("options", "pairs"),
+    [
+        ({}, 5 * 7),
+        ({"causal": True}, 5 * 7 - 5 * 4 // 2),
+        ({"causal": True, "attention_chunk": 3}, 3 + 1 + 2 + 3 + 1),  # queries at 2 to 6 of 7
+        ({"causal": True, "attention_chunk": 3, "window_size": (1, 0)}, 2 + 1 + 2 + 2 + 1),
+    ],
+    ids=str,
+)
 def test_flops_count_what_is_visible(options: dict[str, Any], pairs: int) -> None:
     problem = build(Case(queries=5, keys=7), torch.float32).with_options(**options)
     with FlopCounterMode(display=False) as counter:

@@ -7,6 +7,7 @@ from tiers import DEVICES, cases, full_only, looped
 from stoker.kernels import cross_entropy
 from stoker.kernels.cross_entropy import (
     _linear_cross_entropy,
+    _loss_per_token,
     can_accumulate_in_gemm,
     default_chunk_tokens,
     linear_cross_entropy,
@@ -304,3 +305,122 @@ def test_bad_shapes_are_named():
         linear_cross_entropy(hidden, weight, labels, valid_vocab=9, label_smoothing=1.0)
     with pytest.raises(ValueError, match=r"denominator.*\(1,\)"):
         linear_cross_entropy(hidden, weight, labels, valid_vocab=9, denominator=torch.ones(1))
+
+
+# ---------------------------------------------------------------- z-loss and losses of each token
+
+PER_TOKEN = {
+    "plain": {},
+    "z_loss": {"z_loss": 0.05},
+    "all": {"z_loss": 0.05, "softcap": 2.5, "label_smoothing": 0.1},
+}
+
+
+@looped("chunk", [5, 1000])
+@looped("option", PER_TOKEN)
+@looped("reduction", ["sum", "none"])
+@looped("frozen", [False, True])
+def test_z_loss_and_losses_of_each_token(chunk, option, reduction, frozen):
+    """Against autograd of all logits at once, with a gradient of each loss that is known in the backward only."""
+    hidden, weight, labels = inputs(37, 12, 29, torch.float64)
+    weight.requires_grad_(not frozen)
+    bias = torch.randn(29, generator=torch.Generator().manual_seed(3), dtype=torch.float64).requires_grad_(not frozen)
+    options = {"valid_vocab": 26, "bias": bias, "reduction": reduction} | PER_TOKEN[option]
+    leaves = (hidden,) if frozen else (hidden, weight, bias)
+    value = linear_cross_entropy(hidden, weight, labels, chunk_tokens=chunk, **options)
+    expected = reference_linear_cross_entropy(hidden, weight, labels, **options)
+    upstream = torch.randn(value.shape, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+    torch.testing.assert_close(value, expected, rtol=1e-13, atol=1e-13)
+    found = torch.autograd.grad(value, leaves, upstream)
+    for ours, theirs in zip(found, torch.autograd.grad(expected, leaves, upstream), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-13)
+    if reduction == "none":
+        assert value.shape == labels.shape
+        assert not value[labels == -100].any()
+        with torch.no_grad():
+            assert torch.equal(linear_cross_entropy(hidden, weight, labels, chunk_tokens=chunk, **options), value)
+    if option != "plain":
+        assert abs(value.sum() - linear_cross_entropy(hidden, weight, labels, valid_vocab=26, bias=bias)) > 1e-2
+
+
+def test_the_z_loss_is_that_of_palm():
+    """z log^2 Z of each token beside its cross-entropy, written out."""
+    hidden, weight, labels = inputs(11, 6, 9, torch.float64)
+    kept = labels != -100
+    logsumexp = (hidden @ weight.t())[kept].logsumexp(-1)
+    with_z, without = (linear_cross_entropy(hidden, weight, labels, valid_vocab=9, z_loss=z) for z in (1e-2, 0.0))
+    torch.testing.assert_close(with_z - without, 1e-2 * logsumexp.square().sum(), rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("tokens", "vocab", "valid"), [(5, 7, 7), (3, 9000, 8191)])
+def test_kernel_with_z_loss_and_row_weights_equals_torch(device, tokens, vocab, valid):
+    generator = torch.Generator().manual_seed(1)
+    logits = (torch.randn(tokens, vocab, generator=generator) * 8).to(device)
+    labels = torch.randint(0, valid, (tokens,), generator=generator).to(device)
+    labels[1] = -100
+    row_weights = torch.linspace(-1.0, 2.0, tokens, device=device)
+    leaf = logits[:, :valid].double().requires_grad_()
+    expected = torch.nn.functional.cross_entropy(leaf, labels, reduction="none")
+    expected = expected + 0.01 * leaf.logsumexp(-1).square() * (labels != -100)
+    expected_gradient = torch.autograd.grad(expected, leaf, row_weights.double())[0]
+    options = {"ignore_index": -100, "with_gradient": True, "z_loss": 0.01, "row_weights": row_weights}
+    losses = triton_loss_and_gradient_(logits, labels, valid_vocab=valid, **options)
+    torch.testing.assert_close(losses.double(), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(logits[:, :valid].double(), expected_gradient, rtol=1e-4, atol=2e-6)
+    assert (logits[:, valid:] == 0).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("reduction", ["sum", "none"])
+def test_z_loss_in_bf16_on_a_gpu(reduction):
+    hidden, weight, labels = inputs(3000, 256, 5000, torch.bfloat16, "cuda")
+    hidden = (hidden.detach() * 0.1).requires_grad_()
+    exact = [t.detach().double().requires_grad_() for t in (hidden, weight)]
+    options = {"valid_vocab": 4997, "z_loss": 1e-2, "reduction": reduction}
+    upstream = torch.rand(labels.shape if reduction == "none" else (), device="cuda")
+    truth = reference_linear_cross_entropy(exact[0], exact[1], labels, **options)
+    plain = reference_linear_cross_entropy(hidden, weight, labels, **options)
+    value = linear_cross_entropy(hidden, weight, labels, chunk_tokens=1024, **options)
+    assert (value.double() - truth).norm() <= 2 * (plain.double() - truth).norm() + 1e-5 * truth.norm()
+    gradients = [
+        torch.autograd.grad(loss, leaves, upstream.to(loss))
+        for loss, leaves in ((truth, exact), (plain, (hidden, weight)), (value, (hidden, weight)))
+    ]
+    for wanted, theirs, ours in zip(*gradients, strict=True):
+        assert (ours - wanted).norm() <= 1.25 * (theirs - wanted).norm()
+
+
+@pytest.mark.gpu
+def test_losses_of_each_token_hold_the_logits_of_a_chunk_only():
+    tokens, vocab = 16384, 64000
+    hidden, weight, labels = inputs(tokens, 128, vocab, torch.bfloat16, "cuda")
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    linear_cross_entropy(
+        hidden, weight, labels, valid_vocab=vocab, reduction="none", chunk_tokens=2048
+    ).mean().backward()
+    assert torch.cuda.max_memory_allocated() - before < tokens * vocab * 2 / 4
+
+
+def test_operations_of_each_token_are_well_formed():
+    hidden, weight, labels = inputs(10, 4, 9, torch.float64)
+    bias = torch.zeros(9, dtype=torch.float64, requires_grad=True)
+    torch.library.opcheck(_loss_per_token, (hidden, weight, labels, bias, 9, -100, 4, 0.1, 3.0, 0.01))
+    empty = linear_cross_entropy(hidden[:0], weight, labels[:0], valid_vocab=9, reduction="none")
+    assert empty.shape == (0,)
+    assert not torch.autograd.grad(empty.sum(), weight)[0].any()
+
+
+@looped(
+    ("options", "message"),
+    [
+        ({"z_loss": -1.0}, r"`z_loss` \(-1.0\)"),
+        ({"z_loss": float("nan")}, r"`z_loss` \(nan\)"),
+        ({"reduction": "mean"}, r"`reduction` \(mean\) must be sum or none"),
+        ({"reduction": "none", "denominator": torch.tensor(1.0)}, "`denominator` must be None"),
+    ],
+)
+def test_options_that_do_not_fit_are_named(options, message):
+    with pytest.raises(ValueError, match=message):
+        linear_cross_entropy(*inputs(8, 4, 9, torch.float32), valid_vocab=9, **options)

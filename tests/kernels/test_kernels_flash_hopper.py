@@ -55,7 +55,7 @@ def test_gate(monkeypatch: pytest.MonkeyPatch, head_dim: int, changes: dict[str,
     monkeypatch.setattr(supported_calls, "INTERPRETED", False)
     for condition in ("_has_gluon", "_is_hopper"):
         monkeypatch.setattr(supported_calls, condition, lambda *_: True)
-    call = FlashProblem(None, None, None, None, None, None, None, -1, 0, 0.125, 0.0, 0.0, 100, 100)._replace(**changes)
+    call = FlashProblem(*(None,) * 8, -1, 0, 0.125, 0.0, 0.0, 100, 100)._replace(**changes)
     with FakeTensorMode():
         q = torch.empty(1, 100, 2, head_dim, dtype=torch.bfloat16, device="cuda")
     assert supported_calls.supports(q, q, q, call) == served
@@ -165,7 +165,8 @@ def test_table_of_distances_holds_every_tile_that_is_not_far() -> None:
         {"bias": "dense"}, {"bias": "distance_with_gradient"}, {"bias": "distance", "head_dim": 256},
         {"bias": "distance", "reach": 512}, {"bias": "distance_with_gradient", "reach": 513},
         {"bias": "slopes"}, {"bias": "slopes_with_gradient", "head_dim": 64}, {"bias": "slopes", "head_dim": 256},
-        {"bias": "slopes", "window": (8, 0)},
+        {"bias": "slopes", "window": (8, 0)}, {"sinks": True}, {"sinks": True, "bias": "slopes"}, {"value_dim": 64},
+        {"attention_chunk": 8},
     ],
 )  # fmt: skip
 def test_the_dispatcher_knows_what_the_gate_lets_in(monkeypatch: pytest.MonkeyPatch, change: dict[str, Any]) -> None:
@@ -182,11 +183,13 @@ def test_the_dispatcher_knows_what_the_gate_lets_in(monkeypatch: pytest.MonkeyPa
             torch.empty(4, 32, 32, device="cuda") if call.bias == "dense" else None,
             torch.empty(4, 2 * (call.reach or 2) + 1, device="cuda") if call.bias_is_distance_table else None,
             torch.empty(4, device="cuda") if call.bias_is_alibi else None,
+            torch.empty(4, device="cuda") if call.sinks else None,
             torch.empty(2, 32, device="cuda", dtype=torch.bool) if call.padding else None,
             None, None, None, call.window[0] if call.window else -1, 0 if call.causal else -1, 0.1, call.softcap,
-            call.dropout, 32, 32,
+            call.dropout, 32, 32, call.attention_chunk,
         )  # fmt: skip
-        assert supported_calls.supports(q, k, k, problem) == uses_hopper_kernels(
+        v = torch.empty(2, 32, 2, call.value_dim or call.head_dim, device="cuda", dtype=dtype)
+        assert supported_calls.supports(q, k, v, problem) == uses_hopper_kernels(
             call, InstalledSoftware(torch=(2, 11), triton=(3, 6))
         )
 
@@ -195,7 +198,7 @@ def test_the_dispatcher_knows_what_the_gate_lets_in(monkeypatch: pytest.MonkeyPa
 def test_every_kernel_compiles_and_keeps_its_loops_in_registers(compilers: ForkServer) -> None:
     """Spilled scalars cost nothing; a spilled tile would be kilobytes."""
     rows = compilers.call("hopper_compile", "compiled")
-    assert len(rows) == 48
+    assert len(rows) == 54
     for row in rows:
         assert row["wgmma"] >= (12 if row["kernel"] == "lse" else 24), row
         assert row["shared"] <= 227 * 1024, row
@@ -269,6 +272,18 @@ def test_accuracy_with_slopes(hopper_calls: list[bool], head_dim: int, causal: b
     only_on_hopper()
     for queries, keys in ((1, 1), (64, 64), (130, 300), (300, 130), (1000, 1000), (3000, 3000)):
         case = Case(head_dim=head_dim, causal=causal, queries=queries, keys=keys, heads=4, groups=2, slopes=True)
+        assert_accurate(flash_attention, case, dtype, "cuda")
+    assert all(hopper_calls)
+
+
+@pytest.mark.gpu
+@HALF
+@CAUSAL
+@HEAD_DIMS
+def test_accuracy_with_sinks(hopper_calls: list[bool], head_dim: int, causal: bool, dtype: torch.dtype) -> None:
+    only_on_hopper()
+    for queries, keys in ((1, 1), (64, 64), (130, 300), (300, 130), (1000, 1000)):
+        case = Case(head_dim=head_dim, causal=causal, queries=queries, keys=keys, heads=4, groups=2, sinks=True)
         assert_accurate(flash_attention, case, dtype, "cuda")
     assert all(hopper_calls)
 

@@ -12,7 +12,13 @@ from stoker.kernels import flash_attention, reference_attention
 from stoker.kernels.attention.dropout import dropout_keep_mask, head_dropout_key, tile_keep_mask
 from stoker.kernels.attention.flash import ops
 from stoker.kernels.attention.flash.kernel_arguments import tile_list
-from stoker.kernels.attention.flash.portable.tile import rounded, section_bounds, tile_sections
+from stoker.kernels.attention.flash.portable.tile import (
+    keys_before,
+    queries_after,
+    rounded,
+    section_bounds,
+    tile_sections,
+)
 from stoker.kernels.attention.flash.portable.tile_configs import tile_config
 from stoker.kernels.dropout import dropout_threshold
 from stoker.kernels.launch import HAS_TRITON, jit, tl
@@ -33,12 +39,27 @@ def _sections_kernel(
     out_pointer, first, last, length, low, high, reach, BLOCK: tl.constexpr, HAS_LOW: tl.constexpr,
     HAS_HIGH: tl.constexpr, HAS_DISTANCE: tl.constexpr,
 ):  # fmt: skip
-    bounds = tile_sections(first, last, length, low, high, reach, BLOCK, HAS_LOW, HAS_HIGH, HAS_DISTANCE)
+    bounds = tile_sections(first, last, length, low, low, high, high, reach, BLOCK, HAS_LOW, HAS_HIGH, HAS_DISTANCE)
     for section in range(3):
         plain_begin, plain_end, edge_end = section_bounds(section, bounds)
         tl.store(out_pointer + 3 * section, plain_begin)
         tl.store(out_pointer + 3 * section + 1, plain_end)
         tl.store(out_pointer + 3 * section + 2, edge_end)
+
+
+@jit
+def _chunk_sections_kernel(out_pointer, first, last, length, left, chunk, OF_KEYS: tl.constexpr, BLOCK: tl.constexpr):
+    if OF_KEYS:
+        ends = queries_after(first, left, chunk, True), queries_after(last, left, chunk, True)
+        bounds = tile_sections(first, last, length, 0, 0, ends[0], ends[1], 0, BLOCK, True, True, False)
+    else:
+        begins = keys_before(first, left, chunk, True), keys_before(last, left, chunk, True)
+        bounds = tile_sections(first, last, length, begins[0], begins[1], 0, 0, 0, BLOCK, True, True, False)
+    for section in range(0, 3, 2):
+        plain_begin, plain_end, edge_end = section_bounds(section, bounds)
+        tl.store(out_pointer + 3 * (section // 2), plain_begin)
+        tl.store(out_pointer + 3 * (section // 2) + 1, plain_end)
+        tl.store(out_pointer + 3 * (section // 2) + 2, edge_end)
 
 
 @jit
@@ -100,6 +121,29 @@ def test_sections_visit_each_tile_as_it_must_be_visited():
             elif kind == "edge" and all(seen):  # an edge tile costs more: only where it must be
                 assert with_distance
                 assert any(abs(y - x) < reach for x, y in pairs)
+
+
+@pytest.mark.parametrize("of_keys", [False, True])
+def test_tiles_outside_of_a_chunk_are_skipped(of_keys):
+    """A tile of queries, or of keys, visits the tiles of its chunks only; all pairs of a plain tile are visible."""
+    draw = random.Random(0)
+    for _ in range(100):
+        block, length, chunk = 4, draw.randint(1, 60), draw.randint(1, 20)
+        first = draw.randint(0, length - 1)
+        last = min(first + draw.randint(0, 7), length - 1)
+        left = draw.choice((1 << 30, draw.randint(0, 12)))
+        out = torch.zeros(2, 3, dtype=torch.int32)
+        _chunk_sections_kernel[(1,)](out, first, last, length, left, chunk, OF_KEYS=of_keys, BLOCK=block)
+        plain, edge = set[int](), set[int]()
+        for plain_begin, plain_end, edge_end in out.tolist():
+            plain |= set(range(plain_begin, plain_end, block))
+            edge |= set(range(plain_end, edge_end, block))
+        for start in range(0, length, block):
+            pairs = [(x, y) for x in range(first, last + 1) for y in range(start, start + block)]
+            pairs = [(y, x) if of_keys else (x, y) for x, y in pairs]
+            seen = [k <= q and q - k <= left and q // chunk == k // chunk and max(q, k) < length for q, k in pairs]
+            assert any(seen) == (start in plain | edge), (first, last, length, left, chunk, start)
+            assert all(seen) == (start in plain), (first, last, length, left, chunk, start)
 
 
 @pytest.mark.parametrize("lengths", [[5, 0, 64, 1, 0, 33], [0, 0], [97], [3] + [0] * 60])

@@ -14,6 +14,7 @@ from stoker.kernels.attention.packed_sequences import PackedSequences
 from stoker.kernels.masked_softmax import (
     _scaled_masked_softmax,
     _scaled_masked_softmax_backward,
+    _softmax_with_sinks,
     reference_scaled_masked_softmax,
     scaled_masked_softmax,
 )
@@ -210,6 +211,46 @@ def test_nothing_to_do(shape, causal):
     assert torch.autograd.grad(output.sum(), x)[0].shape == x.shape
 
 
+def with_sinks(function, x, output_gradient, sinks, *arguments):
+    """Return probabilities and the gradients of x and sinks."""
+    leaves = x.detach().requires_grad_(), sinks.detach().requires_grad_()
+    output = function(leaves[0], *arguments, sinks=leaves[1])
+    return output.detach(), *torch.autograd.grad(output, leaves, output_gradient)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("one_pass", [1 << 15, 16])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.usefixtures("kernels")
+def test_sinks_take_part_in_the_denominator(dtype, one_pass, device, monkeypatch):
+    """Against a softmax over one more column, of the same rounded inputs; rows without keys included."""
+    if dtype == torch.float64 and device != "cpu":
+        pytest.skip("GPUs compute in fp32")
+    monkeypatch.setattr(masked_softmax, "ONE_PASS_COLUMNS", one_pass)
+    x, mask = seeded(2, 3, 7, 40, dtype=dtype, device=device), random_mask(2, 1, 1, 40, device=device)
+    mask[1] = True
+    gradient = seeded(*x.shape, seed=3, dtype=dtype, device=device)
+    accumulate = torch.promote_types(dtype, torch.float32)
+    sinks = torch.tensor([-30.0, 0.0, 4.0], device=device, dtype=accumulate)
+    exact = with_sinks(reference_scaled_masked_softmax, x.double(), gradient.double(), sinks.double(), mask, 0.5, True)
+    ours = with_sinks(scaled_masked_softmax, x, gradient, sinks, mask, 0.5, True)
+    unit = torch.finfo(dtype).eps
+    assert ours[2].dtype == accumulate
+    assert not ours[0][1].any()
+    for got, truth in zip(ours, exact, strict=True):
+        assert (got - truth).abs().max() <= 4 * unit * max(truth.abs().max(), 0.25)
+
+
+def test_sinks_in_plain_torch():
+    x = seeded(2, 2, 4, 9, dtype=torch.float64, scale=1.0).requires_grad_()
+    sinks = torch.tensor([0.3, -1.0], dtype=torch.float64, requires_grad=True)
+    for function in (scaled_masked_softmax, reference_scaled_masked_softmax):
+        torch.autograd.gradcheck(lambda t, s, f=function: f(t, None, 0.8, True, s), (x, sinks), fast_mode=True)
+    for wrong in (torch.zeros(3), torch.zeros(2, 1), torch.zeros(2, dtype=torch.bfloat16)):
+        with pytest.raises(ValueError, match="`sinks`"):
+            scaled_masked_softmax(x, sinks=wrong)
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_the_operations_are_well_formed(device):
     x = seeded(2, 2, 5, 9, device=device).requires_grad_()
@@ -217,6 +258,8 @@ def test_the_operations_are_well_formed(device):
     torch.library.opcheck(_scaled_masked_softmax, (x, mask, 0.5, True))
     plain = (x.detach(), x.detach().abs(), 0.5, True)
     torch.library.opcheck(_scaled_masked_softmax_backward, plain, test_utils=("test_schema", "test_faketensor"))
+    sinks = torch.zeros(2, device=device, requires_grad=True)
+    torch.library.opcheck(_softmax_with_sinks, (x, mask, 0.5, True, sinks))
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -285,7 +328,9 @@ def test_unfused_attention_is_the_same_with_the_fused_softmax(case, device, monk
     monkeypatch.setattr(
         unfused,
         "scaled_masked_softmax",
-        lambda x, mask, causal: seen.append((mask, causal)) or scaled_masked_softmax(x, mask, 1.0, causal),
+        lambda x, mask, causal, sinks: (
+            seen.append((mask, causal)) or scaled_masked_softmax(x, mask, 1.0, causal, sinks)
+        ),
     )
     q, k, v = (
         seeded(2, 11, heads, 8, seed=heads + i, scale=1.0, device=device).requires_grad_()

@@ -31,6 +31,7 @@ GROUPED: dict[str, Any] = {
     "share_embeddings_and_output_weights": False, "bias": False, "label_smoothing": 0.1,
 }  # fmt: skip
 WINDOW: dict[str, Any] = {"window_size": [5, 0], "position_embedding_type": "rope", "attn_logit_softcapping": 3.0}
+SINKS: dict[str, Any] = {**GROUPED, "softmax_type": "learnable", "attention_backend": "unfused"}
 T5: dict[str, Any] = {"family": "t5"}
 RELATIVE_T5: dict[str, Any] = {**T5, "position_embedding_type": "relative", "relative_attention_num_buckets": 8}
 BERT: dict[str, Any] = {"family": "bert"}
@@ -47,12 +48,14 @@ EXCHANGES = ("a2a", "all_gather", "p2p")
 TWO: list[Case] = [
     (GROUPED, "packed", "a2a", 1, 1),
     (WINDOW, "", "all_gather", 1, 1),
+    (SINKS, "", "a2a", 1, 1),
     ({**BERT, "position_embedding_type": "alibi"}, "padded", "p2p", 1, 1),
     ({**RELATIVE_T5, **DROPOUTS}, "padded", "all_gather", 1, 1),
     ({**GROUPED, **DROPOUTS}, "", "p2p", 1, 1),
     *extra(
         (GROUPED, "packed", "all_gather", 1, 1),
         (GROUPED, "packed", "p2p", 1, 1),
+        (SINKS, "packed", "all_gather", 1, 1),
         (WINDOW, "", "p2p", 1, 1),
         (RELATIVE_T5, "padded", "all_gather", 1, 1),
         ({**GROUPED, **DROPOUTS}, "packed", "a2a", 1, 1),
@@ -192,6 +195,7 @@ def test_planned_calls_are_the_longest_that_ranks_make(forks: ForkServer, tmp_pa
         ({"attention_backend": "unfused"}, {}, (2, "p2p"), r"`attention_backend` \(unfused\) cannot be combined"),
         ({"use_flash_attention": False}, {}, (2, "a2a+p2p", 1), "`hierarchical_context_parallel_sizes`"),
         ({"use_flash_attention": False}, {}, (2, "p2p"), r"`use_flash_attention` \(False\) cannot be combined"),
+        ({"softmax_type": "learnable"}, {}, (2, "p2p"), r"`softmax_type` \(learnable\), since each block"),
         ({}, {}, (2, "ring"), r"`cp_comm_type` \(ring\) must be one of"),
         ({"attention_dropout": 0.1}, {"packed": True}, (2, "p2p"), r"`attention_dropout` \(0.1\) of packed"),
     ],

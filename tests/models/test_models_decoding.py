@@ -40,6 +40,7 @@ CASES: dict[str, dict[str, Any]] = {kind: {"position_embedding_type": kind} for 
         "transformer_block_type": "normformer", "attn_logit_softcapping": 0.5, "logits_soft_cap": 2.0,
     },
     "window": {"position_embedding_type": "rope", "window_size": [5, 0]},
+    "sinks": {"position_embedding_type": "rope", "num_query_groups": 2, "softmax_type": "off-by-one"},
     "window_alibi": {"position_embedding_type": "alibi", "window_size": [5, 0], "num_query_groups": 2},
     "window_of_all": {"position_embedding_type": "kerple", "window_size": [99, 0]},
     "itself_only": {"position_embedding_type": "relative", "window_size": [0, 0]},

@@ -31,6 +31,7 @@ FP64 = torch.float64
 OPTIONS: dict[str, dict[str, Any]] = {
     "window": {"window_size": [5, 0], "position_embedding_type": "alibi"},
     "softcap": {"attn_logit_softcapping": 0.5, "position_embedding_type": "kerple"},
+    "sinks": {"softmax_type": "learnable", "position_embedding_type": "rope"},
     "normed_heads": {"qk_layernorm": True, "position_embedding_type": "xpos", "num_query_groups": 2},
     "yarn": {"position_embedding_type": "rope", "rotary_scaling": "yarn", "rotary_original_length": 100},
     "normformer": {"transformer_block_type": "normformer", "headscale": True, "position_embedding_type": "sandwich"},

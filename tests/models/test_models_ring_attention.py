@@ -12,6 +12,7 @@ from tiers import extra
 from stoker.kernels.attention.inputs import AttentionInputs
 from stoker.kernels.attention.packed_sequences import PackedSequences
 from stoker.kernels.attention.reference import dense_attention
+from stoker.models.parallel.ring_attention import RingAttention
 
 HEADS, TOKENS = 4, 24
 
@@ -68,3 +69,13 @@ def test_a_ring_is_attention_to_all_keys(options: dict[str, Any], others: str, f
     torch.testing.assert_close(found, wanted.detach(), rtol=0, atol=1e-13)
     for gradient, each in zip(gradients, wanted_gradients, strict=True):
         torch.testing.assert_close(gradient, each, rtol=0, atol=1e-12)
+
+
+def test_a_ring_refuses_sinks_and_chunks() -> None:
+    """Each block would count the sinks once more, and its chunks from its own first key."""
+    q = torch.zeros(1, 4, 2, 16)
+    ring = RingAttention(0, 2, "", (True, True), flash=False)
+    with pytest.raises(ValueError, match=r"`sinks` \(2,\) must be None in a ring"):
+        ring(AttentionInputs(q, q, q, causal=True, sinks=torch.zeros(2)))
+    with pytest.raises(ValueError, match=r"`attention_chunk` \(2\) must be 0 in a ring"):
+        ring(AttentionInputs(q, q, q, causal=True, attention_chunk=2))

@@ -20,6 +20,7 @@ LLAMA: dict[str, Any] = {
 }  # fmt: skip
 SHARED_HEADS: dict[str, Any] = {
     "num_query_groups": 1, "qk_layernorm": True, "headscale": True, "label_smoothing": 0.1, "logits_soft_cap": 5.0,
+    "softmax_type": "learnable",
 }  # fmt: skip
 RECOMPUTE = "activations_checkpoint"
 T5: dict[str, Any] = {"family": "t5", "position_embedding_type": "relative", "relative_attention_num_buckets": 8}

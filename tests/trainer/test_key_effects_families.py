@@ -80,6 +80,7 @@ OTHER: dict[str, tuple[Any, dict[str, Any]]] = {
     "relative_attention_max_distance": (64, RELATIVE),
     "window_size": ([3, 0], {}),
     "attn_logit_softcapping": (5.0, {}),
+    "softmax_type": ("learnable", {}),
     "normalize_attention_scores": (False, {}),
     "use_flash_attention": (True, {}),
     "attention_backend": ("unfused", {}),

@@ -100,6 +100,7 @@ VALUES = {
     MODEL + "fp8_recipe": Values(fp8_casts, {}, {MODEL + "fp8": True}),
     MODEL + "transformer_block_type": Values(logits, {}),
     MODEL + "normalization": Values(normalization, {}),
+    MODEL + "softmax_type": Values(gradients, {}),
     MODEL + "activation": Values(activation, {f"fast-{name}": name for name in ("geglu", "swiglu", "reglu")}),
     MODEL + "position_embedding_type": Values(logits, {}),
     MODEL + "moe_router_load_balancing_type": Values(gradients, {}, {**MOE, MODEL + "moe_aux_loss_coeff": 0.5}),

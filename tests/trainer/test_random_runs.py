@@ -51,6 +51,7 @@ POOLS = {
     "model.relative_attention_max_distance": [2, 20],
     "model.window_size": ["null", "[3,0]", "[-1,2]", "[40,5]"],
     "model.attn_logit_softcapping": ["null", 2.0],
+    "model.softmax_type": ["vanilla", "off-by-one", "learnable"],
     "model.logits_soft_cap": ["null", 5.0],
     "model.apply_embedding_scaling": ["true", "false"],
     "model.qk_layernorm": ["true", "false"],

@@ -104,6 +104,8 @@ CASES = {
     "unfused": [*LLAMA, "model.attention_backend=unfused"],
     "unfused, dropout": [*LLAMA, "model.attention_backend=unfused", "model.attention_dropout=0.1"],
     "unfused, bound": [*LLAMA, "model.attention_backend=unfused", "model.attn_logit_softcapping=30"],
+    "unfused, sinks": [*LLAMA, "model.attention_backend=unfused", "model.softmax_type=learnable"],
+    "sinks": [*LLAMA, "model.attention_backend=triton", "model.softmax_type=learnable"],
     "unfused, norms of heads": [*LLAMA, "model.attention_backend=unfused", "model.qk_layernorm=True"],
     "unfused, norms of heads, gpt3": [*GPT3, "model.attention_backend=unfused", "model.qk_layernorm=True"],
     "math": [*LLAMA, "model.attention_backend=sdpa_math"],

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ...launch import disable_compile
+from ..argument_checks import check_same_width
 from ..inputs import AttentionInputs
 from ..packed_sequences import unpadded_cu_seqlens, unpadded_key_cu_seqlens
 
@@ -28,15 +29,18 @@ class FlashAttn:
         """Compute attention.
 
         Raises:
-            ValueError: a bias, a padding mask, or slopes that require a gradient.
+            ValueError: a bias, chunks, sinks, a padding mask, or slopes that require a gradient.
         """
-        for name in ("bias", "distance_bias", "key_padding_mask"):
+        for name in ("bias", "distance_bias", "sinks", "key_padding_mask"):
             tensor = getattr(inputs, name)
             if tensor is not None:
                 raise ValueError(f"`{name}` {tuple(tensor.shape)} must be None in flash_attn; use `triton`.")
         slopes = inputs.alibi_slopes
         if slopes is not None and slopes.requires_grad and torch.is_grad_enabled():
             raise ValueError("`alibi_slopes` must be None or without gradient in flash_attn; use `triton`.")
+        check_same_width(inputs)
+        if inputs.attention_chunk:
+            raise ValueError(f"`attention_chunk` ({inputs.attention_chunk}) must be 0 in flash_attn; use `triton`.")
         package = import_module("flash_attn")
         options = {
             "dropout_p": inputs.dropout_p,

@@ -29,15 +29,20 @@ class SDPAAttention:
         """Compute attention.
 
         Raises:
-            ValueError: a window, a softcap, or a causal mask over unequal lengths, which SDPA aligns top-left.
+            ValueError: a window, chunks, a softcap, sinks, or a causal mask over unequal lengths, which SDPA aligns
+                top-left.
             RuntimeError: from PyTorch, if the backend does not support these inputs.
         """
         if inputs.window_size is not None:
             raise ValueError(
                 f"`window_size` ({inputs.window_size}) must be None, not supported by SDPA; use `unfused`."
             )
+        if inputs.attention_chunk:
+            raise ValueError(f"`attention_chunk` ({inputs.attention_chunk}) must be 0 in SDPA; use `unfused`.")
         if inputs.softcap:
             raise ValueError(f"`softcap` ({inputs.softcap}) must be 0, not supported by SDPA; use `unfused`.")
+        if inputs.sinks is not None:
+            raise ValueError(f"`sinks` {tuple(inputs.sinks.shape)} must be None, not supported by SDPA; use `unfused`.")
         query, key, value = inputs[:3]
         queries, keys, causal, packed = inputs.queries, inputs.keys, inputs.causal, inputs.packed
         if causal and queries != keys:

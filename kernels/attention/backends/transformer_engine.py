@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from ...launch import disable_compile
+from ..argument_checks import check_same_width
 from ..dense_bias import build_mask, combine_biases
 from ..flags import cudnn_path_is_set, override_environment
 from ..inputs import AttentionInputs
@@ -105,13 +106,19 @@ class TEAttention:
         """Compute attention.
 
         Raises:
-            ValueError: a softcap, a padding mask, or a bias that the family does not support.
+            ValueError: a softcap, chunks, sinks, a padding mask, or a bias that the family does not support.
             RuntimeError: TransformerEngine rejected the call or used another family.
         """
         if inputs.softcap:
             raise ValueError(f"`softcap` ({inputs.softcap}) must be 0 in te_{self.family}; use `triton`.")
-        if inputs.key_padding_mask is not None:
-            raise ValueError(f"`key_padding_mask` must be None in te_{self.family}; use `triton`.")
+        for name in ("sinks", "key_padding_mask"):
+            if getattr(inputs, name) is not None:
+                raise ValueError(f"`{name}` must be None in te_{self.family}; use `triton`.")
+        check_same_width(inputs)
+        if inputs.attention_chunk:
+            raise ValueError(
+                f"`attention_chunk` ({inputs.attention_chunk}) must be 0 in te_{self.family}; use `triton`."
+            )
         packed = inputs.packed is not None
         biased = any(bias is not None for bias in (inputs.bias, inputs.distance_bias, inputs.alibi_slopes))
         if biased and (self.family == "flash" or (self.family == "fused" and packed)):

@@ -53,7 +53,7 @@ class UnfusedAttention:
         causal_in_kernel = fused and inputs.causal and inputs.packed is None  # the document mask is causal already
         hidden = build_mask(inputs, causal=inputs.causal and not causal_in_kernel)
         if fused:
-            probabilities = scaled_masked_softmax(scores, hidden, causal=causal_in_kernel)
+            probabilities = scaled_masked_softmax(scores, hidden, causal=causal_in_kernel, sinks=inputs.sinks)
         else:
             scores = scores.to(torch.promote_types(query.dtype, torch.float32))
             if hidden is not None:
@@ -61,7 +61,7 @@ class UnfusedAttention:
             across = inputs.packed is not None and inputs.packed.key_document_ids is not None
             masks = (dense, inputs.window_size, inputs.key_padding_mask)
             may_be_empty = across or any(mask is not None for mask in masks)
-            probabilities = _softmax(scores, may_be_empty or (inputs.causal and queries > keys))
+            probabilities = _softmax(scores, may_be_empty or (inputs.causal and queries > keys), inputs.sinks)
         probabilities = probabilities.to(query.dtype)
         if inputs.dropout_p:
             return dropout_weights(probabilities, inputs.dropout_p, dropout_rng(inputs))
@@ -84,8 +84,11 @@ def stack_heads_by_group(heads: Tensor, groups: int) -> Tensor:
     return by_group.reshape(batch * groups, per_group * tokens, head_dim)
 
 
-def _softmax(scores: Tensor, may_be_empty: bool) -> Tensor:
-    """Softmax over the last dimension that returns 0 for fully masked rows."""
+def _softmax(scores: Tensor, may_be_empty: bool, sinks: Tensor | None) -> Tensor:
+    """Softmax over the last dimension, and the sinks of the heads, that returns 0 for fully masked rows."""
+    if sinks is not None:
+        column = sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)
+        return _softmax(torch.cat((scores, column), dim=-1), may_be_empty, None)[..., :-1]
     if not may_be_empty:
         return scores.softmax(dim=-1)
     empty = fully_masked_rows(scores == float("-inf"))

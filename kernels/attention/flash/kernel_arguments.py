@@ -17,18 +17,21 @@ from .portable.tile_configs import KernelKind, TileConfig, device_capability, ti
 
 # offsets within a tile are computed in 32 bits: at most 256 rows with this stride
 MAX_ROW_STRIDE = 1 << 22
+# of a window that only chunks bound: more than any length, and sums of two of them are below 2^31
+UNBOUNDED = 1 << 30
 
 
 class FlashAttentionParams(NamedTuple):
     """Parameters of a checked call besides q, k and v; see `AttentionInputs`.
 
     `left` and `right` are the window with `causal` folded in, -1 for unbounded. `max_queries` and `max_keys` are the
-    lengths of a dense call, or upper bounds for a packed one.
+    lengths of a dense call, or upper bounds for a packed one. `attention_chunk` is 0 for one chunk.
     """
 
     bias: Tensor | None
     distance_bias: Tensor | None
     alibi_slopes: Tensor | None
+    sinks: Tensor | None
     key_padding_mask: Tensor | None
     rng: Tensor | None
     cu_seqlens_q: Tensor | None
@@ -40,14 +43,15 @@ class FlashAttentionParams(NamedTuple):
     dropout_p: float
     max_queries: int
     max_keys: int
+    attention_chunk: int = 0
 
     @classmethod
     def from_checked(cls, inputs: AttentionInputs, sizes: AttentionGeometry) -> FlashAttentionParams:
         """Build from inputs and the result of `check_arguments`."""
         return cls(
-            inputs.bias, inputs.distance_bias, inputs.alibi_slopes, inputs.key_padding_mask, inputs.rng,
+            inputs.bias, inputs.distance_bias, inputs.alibi_slopes, inputs.sinks, inputs.key_padding_mask, inputs.rng,
             inputs.cu_seqlens_q, inputs.cu_seqlens_k, sizes.left, sizes.right, sizes.scale, float(inputs.softcap),
-            float(inputs.dropout_p), sizes.queries, sizes.keys,
+            float(inputs.dropout_p), sizes.queries, sizes.keys, sizes.chunk,
         )  # fmt: skip
 
     @property
@@ -78,10 +82,10 @@ def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def select_config(kind: KernelKind, q: Tensor, problem: FlashAttentionParams) -> TileConfig:
-    """Return the launch configuration of a kernel for these tensors."""
+def select_config(kind: KernelKind, q: Tensor, v: Tensor, problem: FlashAttentionParams) -> TileConfig:
+    """Return the launch configuration of a kernel for these tensors, that of the wider heads."""
     dense_bias = problem.bias is not None
-    return tile_config(kind, q.shape[-1], q.dtype, device_capability(q.device), dense_bias=dense_bias)
+    return tile_config(kind, max(q.shape[-1], v.shape[-1]), q.dtype, device_capability(q.device), dense_bias=dense_bias)
 
 
 def launch_options(config: TileConfig) -> dict[str, Any]:
@@ -148,7 +152,7 @@ def _dropout_rng(rng: Tensor | None) -> Tensor | None:
 
 def common_kernel_arguments(q: Tensor, k: Tensor, v: Tensor, problem: FlashAttentionParams) -> dict[str, Any]:
     """Return the keyword arguments common to all forward and backward kernels: no outputs, tile lists or configs."""
-    heads, head_dim = q.shape[-2:]
+    heads, head_dim, value_dim = q.shape[-2], q.shape[-1], v.shape[-1]
     bias, distance_bias, padding = problem.bias, problem.distance_bias, problem.key_padding_mask
     slopes = problem.alibi_slopes
     accumulate = accumulator_dtype(q.dtype)
@@ -182,8 +186,9 @@ def common_kernel_arguments(q: Tensor, k: Tensor, v: Tensor, problem: FlashAtten
         "rows": q.shape[-3],
         "max_queries": problem.max_queries,
         "max_keys": problem.max_keys,
-        "left": problem.left,
+        "left": UNBOUNDED if problem.left < 0 and problem.attention_chunk else problem.left,
         "right": problem.right,
+        "chunk": problem.attention_chunk or None,
         "reach": 0 if distance_bias is None else distance_bias.shape[1] // 2,
         "scale": problem.scale,
         "softcap": problem.softcap,
@@ -191,7 +196,10 @@ def common_kernel_arguments(q: Tensor, k: Tensor, v: Tensor, problem: FlashAtten
         "threshold": dropout_threshold(problem.dropout_p),
         "HEAD_DIM": head_dim,
         "BLOCK_D": max(16, next_power_of_2(head_dim)),
-        "HAS_LEFT": problem.left >= 0,
+        "VALUE_DIM": value_dim,
+        "BLOCK_V": max(16, next_power_of_2(value_dim)),
+        "HAS_LEFT": problem.left >= 0 or problem.attention_chunk > 0,
+        "HAS_CHUNK": problem.attention_chunk > 0,
         "HAS_RIGHT": problem.right >= 0,
         "HAS_SOFTCAP": problem.softcap > 0,
         "HAS_BIAS": bias is not None,

@@ -39,21 +39,34 @@ class NeedsGradient(NamedTuple):
     bias: bool
     distance_bias: bool
     slopes: bool
+    sinks: bool
+
+
+def _sinks_gradient(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
+    """Return the gradient of `sinks` (heads,), fp32 or fp64: over the rows of a head, -delta times the sink's weight.
+
+    `lse` is natural, (batch, heads, queries) or packed (heads, rows), and includes the sink; `delta` likewise, of which
+    rows beyond those of `lse` are padding.
+    """
+    weight = (sinks[:, None] - lse).exp().masked_fill(lse == float("-inf"), 0.0)
+    return -(weight * delta[..., : lse.shape[-1]]).sum((0, 2) if lse.ndim == 3 else 1)
 
 
 def _gradients(
     out_gradient: Tensor, lse_gradient: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     problem: FlashAttentionParams, needs: NeedsGradient,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """Compute the gradients of q, k, v, bias, distance_bias and alibi_slopes, None where not needed."""
+    """Compute the gradients of q, k, v, bias, distance_bias, alibi_slopes and sinks, None where not needed."""
     if supports(q, k, v, problem):
         return _hopper_gradients(out_gradient, lse_gradient, q, k, v, out, lse, problem, needs)
-    bias, distance_bias, alibi_slopes = problem[:3]
+    bias, distance_bias, alibi_slopes, sinks = problem[:4]
     saved = prepare_backward(q, k, v, out, lse, out_gradient, lse_gradient)
-    q_gradient = k_gradient = v_gradient = bias_gradient = distance_gradient = slopes_gradient = None
+    q_gradient = k_gradient = v_gradient = bias_gradient = distance_gradient = slopes_gradient = sinks_gradient = None
     if needs.kv:
         k_gradient, v_gradient = launch_dkdv(saved, problem)
-    full_bias = needs.bias and bias is not None and bias.shape == (*q.shape[:1], q.shape[2], *problem[-2:])
+    far = None
+    scores_shape = (q.shape[0], q.shape[2], problem.max_queries, problem.max_keys)
+    full_bias = needs.bias and bias is not None and bias.shape == scores_shape
     summed_bias = needs.bias and bias is not None and not full_bias
     if needs.q or needs.bias or needs.distance_bias or needs.slopes:
         scores_dtype = bias.dtype if bias is not None and full_bias else None
@@ -64,13 +77,18 @@ def _gradients(
         q_gradient = dq if needs.q else q_gradient
         if scores is not None:
             bias_gradient = scores
-        if needs.distance_bias and distance_bias is not None:
-            distance_gradient = launch_distance_gradient(saved, problem, far).to(distance_bias.dtype)
         if slopes is not None and alibi_slopes is not None:
             slopes_gradient = slopes.to(alibi_slopes.dtype)
+    if sinks is not None and (needs.sinks or needs.distance_bias):
+        sinks_gradient = _sinks_gradient(sinks, lse, saved.delta)
+    if needs.distance_bias and distance_bias is not None:
+        distance_gradient = launch_distance_gradient(saved, problem, far, sinks_gradient).to(distance_bias.dtype)
     if summed_bias and bias is not None:
         bias_gradient = launch_bias_gradient(saved, problem).to(bias.dtype)
-    return q_gradient, k_gradient, v_gradient, bias_gradient, distance_gradient, slopes_gradient
+    return (
+        q_gradient, k_gradient, v_gradient, bias_gradient, distance_gradient, slopes_gradient,
+        None if sinks_gradient is None or sinks is None else sinks_gradient.to(sinks.dtype),
+    )  # fmt: skip
 
 
 def _hopper_gradients(
@@ -83,6 +101,7 @@ def _hopper_gradients(
 
     saved = launchers.prepare_backward(q, k, v, out, lse, out_gradient, lse_gradient, problem)
     q_gradient = k_gradient = v_gradient = distance_gradient = slopes_gradient = row_sums = diagonals = None
+    sinks_gradient = None
     if needs.q or needs.distance_bias or needs.slopes:
         far_sums = needs.distance_bias and problem.right < 0
         dq, row_sums = launchers.launch_dq(
@@ -101,7 +120,9 @@ def _hopper_gradients(
         distance_gradient = distance_sums(diagonals, row_sums, total, reach, offset).to(problem.distance_bias.dtype)
     if needs.slopes and row_sums is not None and problem.alibi_slopes is not None:
         slopes_gradient = row_sums.sum((0, 2)).to(problem.alibi_slopes.dtype)
-    return q_gradient, k_gradient, v_gradient, None, distance_gradient, slopes_gradient
+    if needs.sinks and problem.sinks is not None:
+        sinks_gradient = _sinks_gradient(problem.sinks, lse, saved.delta).to(problem.sinks.dtype)
+    return q_gradient, k_gradient, v_gradient, None, distance_gradient, slopes_gradient, sinks_gradient
 
 
 # ---------------------------------------------------------------- custom operations
@@ -109,9 +130,9 @@ def _hopper_gradients(
 
 _Field = Tensor | float | None  # of a `FlashAttentionParams`
 _FIELDS = (  # the types of all its fields, in order: an operation takes no record
-    "Tensor? bias, Tensor? distance_bias, Tensor? alibi_slopes, Tensor? key_padding_mask, Tensor? rng, "
-    "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, SymInt left, SymInt right, float scale, float softcap, "
-    "float dropout_p, SymInt max_queries, SymInt max_keys"
+    "Tensor? bias, Tensor? distance_bias, Tensor? alibi_slopes, Tensor? sinks, Tensor? key_padding_mask, "
+    "Tensor? rng, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, SymInt left, SymInt right, float scale, float softcap, "
+    "float dropout_p, SymInt max_queries, SymInt max_keys, SymInt attention_chunk"
 )
 
 
@@ -127,7 +148,7 @@ def _flash_attention(q: Tensor, k: Tensor, v: Tensor, *problem: _Field) -> tuple
 
 @_flash_attention.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, *problem: _Field) -> tuple[Tensor, Tensor]:
-    return allocate_outputs(q, FlashAttentionParams._make(problem))
+    return allocate_outputs(q, v, FlashAttentionParams._make(problem))
 
 
 @torch.library.custom_op(
@@ -135,15 +156,15 @@ def _(q: Tensor, k: Tensor, v: Tensor, *problem: _Field) -> tuple[Tensor, Tensor
     mutates_args=(),
     schema=(
         "(Tensor out_gradient, Tensor? lse_gradient, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
-        f"{_FIELDS}, bool needs_q, bool needs_kv, bool needs_bias, bool needs_distance_bias, bool needs_slopes) -> "
-        "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+        f"{_FIELDS}, bool needs_q, bool needs_kv, bool needs_bias, bool needs_distance_bias, bool needs_slopes, "
+        "bool needs_sinks) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
     ),
 )
 def _flash_attention_backward(
     out_gradient: Tensor, lse_gradient: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     *problem_and_needs: _Field,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """Compute the gradients of q, k, v, bias, distance_bias and alibi_slopes, empty tensors where not needed."""
+    """Compute the gradients of `_gradients`, empty tensors where not needed."""
     problem, needs = _split(problem_and_needs)
     gradients = _gradients(out_gradient, lse_gradient, q, k, v, out, lse, problem, needs)
     return tuple(q.new_empty(0) if gradient is None else gradient for gradient in gradients)
@@ -166,6 +187,7 @@ def _(
         like(problem.bias, needs.bias),
         like(problem.distance_bias, needs.distance_bias),
         like(problem.alibi_slopes, needs.slopes),
+        like(problem.sinks, needs.sinks),
     )
 
 
@@ -178,9 +200,9 @@ def _split(fields: Sequence[_Field]) -> tuple[FlashAttentionParams, NeedsGradien
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    # 3 tensors, then the 7 tensors and the numbers of a `FlashAttentionParams`
-    ctx.save_for_backward(*inputs[:3], *output, *inputs[3:10])
-    ctx.scalars = inputs[10:]
+    # 3 tensors, then the 8 tensors and the numbers of a `FlashAttentionParams`
+    ctx.save_for_backward(*inputs[:3], *output, *inputs[3:11])
+    ctx.scalars = inputs[11:]
     ctx.set_materialize_grads(False)
 
 
@@ -190,17 +212,17 @@ def _differentiate(
     q, k, v, out, lse, *tensors = ctx.saved_tensors
     if out_gradient is None:
         if lse_gradient is None:
-            return (None,) * 17
+            return (None,) * len(ctx.needs_input_grad)
         out_gradient = torch.zeros_like(out)
     needs_each = ctx.needs_input_grad
-    needs = NeedsGradient(needs_each[0], needs_each[1] or needs_each[2], *needs_each[3:6])
+    needs = NeedsGradient(needs_each[0], needs_each[1] or needs_each[2], *needs_each[3:7])
     problem = FlashAttentionParams(*tensors, *ctx.scalars)
     if direct:
         gradients = _gradients(out_gradient, lse_gradient, q, k, v, out, lse, problem, needs)
     else:
         gradients = _flash_attention_backward(out_gradient, lse_gradient, q, k, v, out, lse, *problem, *needs)
-    used = [gradient if needed else None for gradient, needed in zip(gradients, needs_each[:6], strict=True)]
-    return (*used, *(None,) * 11)
+    used = [gradient if needed else None for gradient, needed in zip(gradients, needs_each[:7], strict=True)]
+    return (*used, *(None,) * (len(needs_each) - 7))
 
 
 def _backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -245,6 +267,21 @@ _flash_attention_backward.register_autograd(_no_second_derivative)
 # ---------------------------------------------------------------- FLOPs
 
 
+def _visible_pairs_of_chunks(queries: int, keys: int, left: int, chunk: int) -> int:
+    """Return the number of visible (query, key) pairs of causal chunks; bottom-right aligned."""
+    width = chunk if left < 0 else min(left + 1, chunk)
+
+    def rows(count: int) -> int:
+        """Sum of min(i, width) over the first `count` rows of a chunk."""
+        grown = min(count, width)
+        return grown * (grown + 1) // 2 + (count - grown) * width
+
+    def up_to(position: int) -> int:
+        return position // chunk * rows(chunk) + rows(position % chunk)
+
+    return up_to(keys) - up_to(max(keys - queries, 0))
+
+
 def _visible_pairs(queries: int, keys: int, left: int, right: int) -> int:
     """Return the number of visible (query, key) pairs of a window; bottom-right aligned."""
 
@@ -261,25 +298,29 @@ def _visible_pairs(queries: int, keys: int, left: int, right: int) -> int:
     return below - (up_to(-left - 1) if left >= 0 else 0)
 
 
-def _multiplications(q: Any, problem: FlashAttentionParams) -> int:
-    """Return the multiply-adds of one product over the visible pairs; packed, as if all had the maximum length."""
-    heads, head_dim = q.shape[-2:]
-    pairs = _visible_pairs(problem.max_queries, problem.max_keys, problem.left, problem.right)
+def _pairs(q: Any, problem: FlashAttentionParams) -> int:
+    """Return the visible (query, key) pairs of all heads; packed, as if all sequences had the maximum length."""
+    heads = q.shape[-2]
+    if problem.attention_chunk:
+        pairs = _visible_pairs_of_chunks(problem.max_queries, problem.max_keys, problem.left, problem.attention_chunk)
+    else:
+        pairs = _visible_pairs(problem.max_queries, problem.max_keys, problem.left, problem.right)
     if problem.packed:
         sequences = problem.batch_size(q)
         rows = min(q.shape[0], sequences * problem.max_queries)
-        return heads * head_dim * pairs * rows // max(problem.max_queries, 1)
-    return q.shape[0] * heads * head_dim * pairs
+        return heads * pairs * rows // max(problem.max_queries, 1)
+    return q.shape[0] * heads * pairs
 
 
 @register_flop_formula(torch.ops.stoker.flash_attention, get_raw=True)
 def _forward_flops(q: Tensor, k: Tensor, v: Tensor, *problem: Any, out_val: Any = None, **_: Any) -> int:
-    return 4 * _multiplications(q, FlashAttentionParams(*problem))
+    return 2 * (q.shape[-1] + v.shape[-1]) * _pairs(q, FlashAttentionParams(*problem))
 
 
 @register_flop_formula(torch.ops.stoker.flash_attention_backward, get_raw=True)
 def _backward_flops(*arguments: Any, out_val: Any = None, **_: Any) -> int:
-    return 10 * _multiplications(arguments[2], FlashAttentionParams(*arguments[7:21]))
+    q, _, v = arguments[2:5]
+    return (6 * q.shape[-1] + 4 * v.shape[-1]) * _pairs(q, FlashAttentionParams(*arguments[7:23]))
 
 
 # ---------------------------------------------------------------- public function
@@ -297,20 +338,22 @@ def flash_attention(
     bias: Tensor | None = None,
     distance_bias: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
     dropout_p: float = 0.0,
     rng: Tensor | None = None,
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
+    attention_chunk: int = 0,
     key_padding_mask: Tensor | None = None,
     deterministic: bool = False,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Compute softmax(cap(softmax_scale * q k^T) + bias + distance_bias) v without storing the scores.
 
-    Arguments as in `AttentionInputs`. Differentiable once in q, k, v, `bias`, `distance_bias`, `alibi_slopes`, and
-    through the log-sum-exp. The backward pass has no atomics: all gradients are bitwise reproducible.
+    Arguments as in `AttentionInputs`. Differentiable once in q, k, v, `bias`, `distance_bias`, `alibi_slopes`, `sinks`
+    and through the log-sum-exp. The backward pass has no atomics: all gradients are bitwise reproducible.
 
     Args:
         q: bf16, fp16 or fp32, under the interpreter fp64 too; head_dim a multiple of 8 from 16 to 256. Under autocast,
@@ -321,9 +364,10 @@ def flash_attention(
         return_lse: also return the log-sum-exp of the scores.
 
     Returns:
-        Output in the shape and dtype of `q`. With `return_lse` also the natural log-sum-exp, fp32 (fp64 for fp64
-        inputs), (batch, heads, queries) or packed (heads, total queries). A fully masked query has output 0,
-        log-sum-exp -inf and gradient 0; NaN in a key that is masked for all queries does not propagate.
+        Output in the shape and dtype of `q`, with the head width of `v`. With `return_lse` also the natural
+        log-sum-exp, fp32 (fp64 for fp64 inputs), (batch, heads, queries) or packed (heads, total queries). A fully
+        masked query has output 0, log-sum-exp -inf (with `sinks` the sink) and gradient 0; NaN in a key that is masked
+        for all queries does not propagate.
 
     Raises:
         ValueError: invalid arguments, see `check_arguments`; or Triton does not support the device of the tensors.
@@ -331,9 +375,9 @@ def flash_attention(
     out, lse = attention_and_lse(
         AttentionInputs(
             q, k, v, causal=causal, window_size=window_size, softmax_scale=softmax_scale, softcap=softcap, bias=bias,
-            distance_bias=distance_bias, alibi_slopes=alibi_slopes, key_padding_mask=key_padding_mask,
+            distance_bias=distance_bias, alibi_slopes=alibi_slopes, sinks=sinks, key_padding_mask=key_padding_mask,
             dropout_p=dropout_p, rng=rng, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
-            max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
+            max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, attention_chunk=attention_chunk,
         )
     )  # fmt: skip
     return (out, lse) if return_lse else out

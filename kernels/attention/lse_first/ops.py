@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from ...launch import INTERPRETED, triton_runs_on
-from ..argument_checks import check_arguments
+from ..argument_checks import check_arguments, check_same_width
 from ..inputs import AttentionInputs
 from . import eager_stages, triton_stages
 from .chunks import GradientWriter, prefetch_chunks, split_into_chunks
@@ -288,7 +288,9 @@ def _checked(
                 )
         # placeholders on the device of the queries, since only shapes and dtypes are checked
         placeholders = [q.new_empty(1, dtype=tensor.dtype).expand(tensor.shape) for tensor in (key, value)]
-        geometry = check_arguments(AttentionInputs(q, *placeholders, causal=causal, softmax_scale=softmax_scale))
+        inputs = AttentionInputs(q, *placeholders, causal=causal, softmax_scale=softmax_scale)
+        geometry = check_arguments(inputs)
+        check_same_width(inputs)
         scale = geometry.scale
         if key.shape[2] != keys[0].shape[2]:
             raise ValueError(

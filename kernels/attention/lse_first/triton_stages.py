@@ -257,7 +257,7 @@ def gradients_of_chunk_(
     queries, keys = q.shape[1], k.shape[1]
     right = -1 if shift is None else shift - (keys - queries)
     problem = FlashAttentionParams(
-        *(None,) * 7, left=-1, right=right, scale=scale, softcap=0.0, dropout_p=0.0, max_queries=queries, max_keys=keys
+        *(None,) * 8, left=-1, right=right, scale=scale, softcap=0.0, dropout_p=0.0, max_queries=queries, max_keys=keys
     )
     q, k, v, out_gradient = (with_contiguous_rows(tensor) for tensor in (q, k, v, out_gradient))
     saved = BackwardInputs(q, k, v, out_gradient, lse, delta)

@@ -63,12 +63,12 @@ def _produce(
 
 @jit
 def _consume(
-    out_descriptor, lse_pointer, distance_pointer, slopes_pointer, queries_ring, keys_ring, values_ring, outs,
-    order_pointer, order_width, heads, queries, offset, keys, scale, reach, extent,
+    out_descriptor, lse_pointer, distance_pointer, slopes_pointer, sinks_pointer, queries_ring, keys_ring, values_ring,
+    outs, order_pointer, order_width, heads, queries, offset, keys, scale, reach, extent,
     W: gl.constexpr, CONSUMERS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     HEAD_DIM: gl.constexpr,
-    CAUSAL: gl.constexpr, HAS_DISTANCE: gl.constexpr, HAS_SLOPE: gl.constexpr, SEPARATE_OUT: gl.constexpr,
-    dtype: gl.constexpr,
+    CAUSAL: gl.constexpr, HAS_DISTANCE: gl.constexpr, HAS_SLOPE: gl.constexpr, HAS_SINK: gl.constexpr,
+    SEPARATE_OUT: gl.constexpr, dtype: gl.constexpr,
 ):  # fmt: skip
     """Consumer W: compute output and log-sum-exp of its BLOCK_M rows of each tile."""
     scores_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
@@ -146,8 +146,16 @@ def _consume(
         pending_out = warpgroup_mma(p, v, out, is_async=True)
         # a row with keys, but without weight, is beyond what fp32 exponents hold (scores of 1e9): NaN, not 0
         total = gl.where((total == 0.0) & (maximum > float("-inf")), float("nan"), total)
+        weight_of_keys = 1.0
+        if HAS_SINK:  # one more key, with value 0
+            sink = gl.load(sinks_pointer + pair % heads) * 1.4426950408889634
+            with_sink = gl.maximum(maximum, sink)
+            safe = gl.where(with_sink == float("-inf"), 0.0, with_sink)
+            weight_of_keys = gl.exp2(maximum - safe)
+            total = total * weight_of_keys + gl.exp2(sink - safe)
+            maximum = with_sink
         empty = total == 0.0
-        inverse = gl.convert_layout(1.0 / gl.where(empty, 1.0, total), out_rows_layout)
+        inverse = gl.convert_layout(weight_of_keys / gl.where(empty, 1.0, total), out_rows_layout)
         query = first + gl.arange(0, BLOCK_M, rows_layout)
         lse = maximum + gl.log2(gl.where(empty, 1.0, total))
         lse = (lse - row_slope_terms(lse, slope, scale, CAUSAL, HAS_SLOPE)) * 0.6931471805599453
@@ -169,15 +177,17 @@ def _consume(
 @kernel
 def hopper_forward(
     q_descriptor, k_descriptor, v_descriptor, out_descriptor, lse_pointer, distance_pointer, slopes_pointer,
-    order_pointer, order_width, heads, heads_per_group, queries, keys, scale, reach, extent,
+    sinks_pointer, order_pointer, order_width, heads, heads_per_group, queries, keys, scale, reach, extent,
     CONSUMERS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     HEAD_DIM: gl.constexpr,
-    CAUSAL: gl.constexpr, HAS_DISTANCE: gl.constexpr, HAS_SLOPE: gl.constexpr, SEPARATE_OUT: gl.constexpr,
+    CAUSAL: gl.constexpr, HAS_DISTANCE: gl.constexpr, HAS_SLOPE: gl.constexpr, HAS_SINK: gl.constexpr,
+    SEPARATE_OUT: gl.constexpr,
 ):  # fmt: skip
     """Compute output and log-sum-exp of each tile of CONSUMERS * BLOCK_M queries.
 
     Descriptors over (batch, rows, heads, HEAD_DIM) with tiles of BLOCK_M or BLOCK_N rows. lse: (batch, heads, queries)
     fp32, natural. distance: the table of `distance.distance_table`. slopes: fp32 (heads,), not with a distance bias.
+    sinks: fp32 (heads,), with neither.
     scale: of the scores times log2(e). SEPARATE_OUT: the output has its own shared memory instead of the queries', so
     that the next queries are loaded earlier.
     """
@@ -198,22 +208,25 @@ def hopper_forward(
     if CONSUMERS == 3:
         gl.warp_specialize([
             (_consume, (
-                out_descriptor, lse_pointer, distance_pointer, slopes_pointer,
+                out_descriptor, lse_pointer, distance_pointer, slopes_pointer, sinks_pointer,
                 queries_ring, keys_ring, values_ring, outs,
                 order_pointer, order_width, heads, queries, offset, keys, scale, reach, extent,
-                0, CONSUMERS, BLOCK_M, BLOCK_N, STAGES, HEAD_DIM, CAUSAL, HAS_DISTANCE, HAS_SLOPE, SEPARATE_OUT, dtype,
+                0, CONSUMERS, BLOCK_M, BLOCK_N, STAGES, HEAD_DIM, CAUSAL, HAS_DISTANCE, HAS_SLOPE, HAS_SINK,
+                SEPARATE_OUT, dtype,
             )),
             (_consume, (
-                out_descriptor, lse_pointer, distance_pointer, slopes_pointer,
+                out_descriptor, lse_pointer, distance_pointer, slopes_pointer, sinks_pointer,
                 queries_ring, keys_ring, values_ring, outs,
                 order_pointer, order_width, heads, queries, offset, keys, scale, reach, extent,
-                1, CONSUMERS, BLOCK_M, BLOCK_N, STAGES, HEAD_DIM, CAUSAL, HAS_DISTANCE, HAS_SLOPE, SEPARATE_OUT, dtype,
+                1, CONSUMERS, BLOCK_M, BLOCK_N, STAGES, HEAD_DIM, CAUSAL, HAS_DISTANCE, HAS_SLOPE, HAS_SINK,
+                SEPARATE_OUT, dtype,
             )),
             (_consume, (
-                out_descriptor, lse_pointer, distance_pointer, slopes_pointer,
+                out_descriptor, lse_pointer, distance_pointer, slopes_pointer, sinks_pointer,
                 queries_ring, keys_ring, values_ring, outs,
                 order_pointer, order_width, heads, queries, offset, keys, scale, reach, extent,
-                2, CONSUMERS, BLOCK_M, BLOCK_N, STAGES, HEAD_DIM, CAUSAL, HAS_DISTANCE, HAS_SLOPE, SEPARATE_OUT, dtype,
+                2, CONSUMERS, BLOCK_M, BLOCK_N, STAGES, HEAD_DIM, CAUSAL, HAS_DISTANCE, HAS_SLOPE, HAS_SINK,
+                SEPARATE_OUT, dtype,
             )),
             (_produce, (
                 q_descriptor, k_descriptor, v_descriptor, queries_ring, keys_ring, values_ring,
@@ -224,16 +237,18 @@ def hopper_forward(
     else:
         gl.warp_specialize([
             (_consume, (
-                out_descriptor, lse_pointer, distance_pointer, slopes_pointer,
+                out_descriptor, lse_pointer, distance_pointer, slopes_pointer, sinks_pointer,
                 queries_ring, keys_ring, values_ring, outs,
                 order_pointer, order_width, heads, queries, offset, keys, scale, reach, extent,
-                0, CONSUMERS, BLOCK_M, BLOCK_N, STAGES, HEAD_DIM, CAUSAL, HAS_DISTANCE, HAS_SLOPE, SEPARATE_OUT, dtype,
+                0, CONSUMERS, BLOCK_M, BLOCK_N, STAGES, HEAD_DIM, CAUSAL, HAS_DISTANCE, HAS_SLOPE, HAS_SINK,
+                SEPARATE_OUT, dtype,
             )),
             (_consume, (
-                out_descriptor, lse_pointer, distance_pointer, slopes_pointer,
+                out_descriptor, lse_pointer, distance_pointer, slopes_pointer, sinks_pointer,
                 queries_ring, keys_ring, values_ring, outs,
                 order_pointer, order_width, heads, queries, offset, keys, scale, reach, extent,
-                1, CONSUMERS, BLOCK_M, BLOCK_N, STAGES, HEAD_DIM, CAUSAL, HAS_DISTANCE, HAS_SLOPE, SEPARATE_OUT, dtype,
+                1, CONSUMERS, BLOCK_M, BLOCK_N, STAGES, HEAD_DIM, CAUSAL, HAS_DISTANCE, HAS_SLOPE, HAS_SINK,
+                SEPARATE_OUT, dtype,
             )),
             (_produce, (
                 q_descriptor, k_descriptor, v_descriptor, queries_ring, keys_ring, values_ring,

@@ -113,7 +113,7 @@ def _distance(problem: FlashAttentionParams) -> tuple[Tensor | None, int, int]:
 def launch_forward(q: Tensor, k: Tensor, v: Tensor, problem: FlashAttentionParams) -> tuple[Tensor, Tensor]:
     """Compute the output, like `q` and contiguous, and the log-sum-exp (batch, heads, queries)."""
     q, k, v = (make_tma_compatible(tensor) for tensor in (q, k, v))
-    out, lse = allocate_outputs(q, problem)
+    out, lse = allocate_outputs(q, v, problem)
     _, queries, heads, head_dim = q.shape
     keys, groups = k.shape[1:3]
     causal = problem.right == 0
@@ -129,6 +129,7 @@ def launch_forward(q: Tensor, k: Tensor, v: Tensor, problem: FlashAttentionParam
             lse_pointer=lse,
             distance_pointer=lse if table is None else table,
             slopes_pointer=lse if problem.alibi_slopes is None else problem.alibi_slopes.contiguous(),
+            sinks_pointer=lse if problem.sinks is None else problem.sinks.contiguous(),
             order_pointer=order,
             order_width=order.shape[1],
             heads=heads,
@@ -144,6 +145,7 @@ def launch_forward(q: Tensor, k: Tensor, v: Tensor, problem: FlashAttentionParam
             CAUSAL=causal,
             HAS_DISTANCE=table is not None,
             HAS_SLOPE=problem.alibi_slopes is not None,
+            HAS_SINK=problem.sinks is not None,
             SEPARATE_OUT=head_dim <= 128,
         ))  # fmt: skip
     return out, lse

@@ -64,6 +64,9 @@ def supports(q: Tensor, k: Tensor, v: Tensor, problem: FlashAttentionParams) -> 
         problem.bias is not None,
         problem.key_padding_mask is not None,
         distance is not None and has_slopes,
+        v.shape[-1] != q.shape[-1],
+        problem.attention_chunk,
+        problem.sinks is not None and (distance is not None or has_slopes),
     )
     reach = 0 if distance is None else distance.shape[1] // 2
     relative = distance is not None or has_slopes

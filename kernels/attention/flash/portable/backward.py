@@ -27,14 +27,17 @@ from ..kernel_arguments import (
     with_contiguous_rows,
 )
 from .tile import (
+    LOG2E,
     absolute_distances,
     dense_tile,
     dot,
     head_terms,
+    keys_before,
     load_lse,
     load_rows,
     locate_tile,
     per_row_offset,
+    queries_after,
     row_pointer,
     score_exponents,
     score_gradients,
@@ -76,19 +79,21 @@ def delta_kernel(
 @jit
 def dq_kernel(
     q_pointer, k_pointer, v_pointer, out_gradient_pointer, lse_pointer, delta_pointer, q_gradient_pointer,
-    bias_pointer, distance_pointer, slopes_pointer, padding_pointer, rng_pointer,
+    bias_pointer, distance_pointer, slopes_pointer, sinks_pointer, padding_pointer, rng_pointer,
     cu_seqlens_q, cu_seqlens_k, tiles_pointer,
     lse_gradient_pointer, bias_gradient_pointer, far_pointer, slope_gradient_pointer,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
     stride_dob, stride_dos, stride_doh, stride_dqb, stride_dqs, stride_dqh,
     stride_bias_b, stride_bias_h, stride_bias_q, stride_bias_k,
-    heads, heads_per_group, rows, max_queries, max_keys, left, right, reach,
+    heads, heads_per_group, rows, max_queries, max_keys, left, right, chunk, reach,
     scale, softcap, keep_scale, threshold,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_BIAS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_CHUNK: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
     HAS_DISTANCE: tl.constexpr, HAS_SLOPE: tl.constexpr, HAS_PADDING: tl.constexpr, HAS_DROPOUT: tl.constexpr,
     PACKED: tl.constexpr, WRITE_BIAS_GRADIENT: tl.constexpr, CORRECT_DELTA: tl.constexpr,
-    HAS_LSE_GRADIENT: tl.constexpr, FAR_SUMS: tl.constexpr, SLOPE_SUMS: tl.constexpr,
+    HAS_LSE_GRADIENT: tl.constexpr, FAR_SUMS: tl.constexpr, SLOPE_SUMS: tl.constexpr, HAS_SINK: tl.constexpr,
     ACCUMULATE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Each program computes the gradient of BLOCK_M rows of q; grid and shapes as in `forward_kernel`.
@@ -97,9 +102,10 @@ def dq_kernel(
     (FAR_SUMS): like lse, per query the sum of its score gradients at distances >= reach.
     slope_gradient (SLOPE_SUMS): like lse, each query's contribution to the gradient of the head's slope.
 
-    delta comes from the rounded output, so the score gradients of a row, which should sum to the gradient of its
-    log-sum-exp, have a residual proportional to the weights. Sums over many rows, or times distances, amplify it: with
-    CORRECT_DELTA, set for all sums of score gradients, they and delta are corrected by the sum of the row.
+    delta comes from the rounded output, so the score gradients of a row, which with that of its sink should sum to the
+    gradient of its log-sum-exp, have a residual proportional to the weights. Sums over many rows, or times distances,
+    amplify it: with CORRECT_DELTA, set for all sums of score gradients, they and delta are corrected by the sum of the
+    row.
     """
     program = tl.program_id(0)
     head, tile_begin, tile_end, tile_step = 0, 0, 1, 1
@@ -122,13 +128,13 @@ def dq_kernel(
         do_rows = row_pointer(out_gradient_pointer, sequence, head, start_q, stride_dob, stride_dos, stride_doh)
         row = per_row_offset(sequence, head, start_q, heads, rows, PACKED) + query
         q = load_rows(q_rows, first, stride_qs, inside, HEAD_DIM, BLOCK_M, BLOCK_D, True)
-        out_gradient = load_rows(do_rows, first, stride_dos, inside, HEAD_DIM, BLOCK_M, BLOCK_D, True)
+        out_gradient = load_rows(do_rows, first, stride_dos, inside, VALUE_DIM, BLOCK_M, BLOCK_V, True)
         lse = load_lse(lse_pointer, row, inside)
         delta = tl.load(delta_pointer + row, mask=inside, other=0.0)
 
         first_seen = 0
         if HAS_LEFT:
-            first_seen = tl.maximum(offset - left, 0)
+            first_seen = tl.maximum(offset - keys_before(offset, left, chunk, HAS_CHUNK), 0)
         bias_base, distance_base, far_low, far_high, alibi_slope, dropout_key, dropout_first = head_terms(
             bias_pointer, distance_pointer, slopes_pointer, rng_pointer, sequence, head,
             stride_bias_b, stride_bias_h, reach, HAS_BIAS, HAS_DISTANCE, HAS_SLOPE, HAS_DROPOUT,
@@ -143,8 +149,10 @@ def dq_kernel(
         slope_gradient, slope_weight = row_sum, row_sum
         last = tl.minimum(first + BLOCK_M, queries) - 1
         bounds = tile_sections(
-            first + offset, last + offset, keys, left, right, reach, BLOCK_N, HAS_LEFT, HAS_RIGHT, HAS_DISTANCE
-        )
+            first + offset, last + offset, keys, keys_before(first + offset, left, chunk, HAS_CHUNK),
+            keys_before(last + offset, left, chunk, HAS_CHUNK), right, right, reach,
+            BLOCK_N, HAS_LEFT, HAS_RIGHT, HAS_DISTANCE,
+        )  # fmt: skip
         for section in range(
             0 if HAS_LEFT else (1 if HAS_DISTANCE else 2), 3, 2 if HAS_LEFT and not HAS_DISTANCE else 1
         ):
@@ -156,13 +164,14 @@ def dq_kernel(
                     key = start + tl.arange(0, BLOCK_N)
                     key_mask = valid_keys(padding_base, key, keys, first_seen, EDGE, HAS_PADDING)
                     k = load_rows(k_rows, start, stride_ks, key_mask, HEAD_DIM, BLOCK_N, BLOCK_D, EDGE or HAS_PADDING)
-                    v = load_rows(v_rows, start, stride_vs, key_mask, HEAD_DIM, BLOCK_N, BLOCK_D, EDGE or HAS_PADDING)
+                    v = load_rows(v_rows, start, stride_vs, key_mask, VALUE_DIM, BLOCK_N, BLOCK_V, EDGE or HAS_PADDING)
                     zeros = tl.zeros((BLOCK_M, BLOCK_N), ACCUMULATE)
                     exponent, slope = score_exponents(
                         dot(q, tl.trans(k), zeros, PRECISION),
-                        query[:, None], key[None, :], key_mask[None, :], queries, keys, offset, left, right,
+                        query[:, None], key[None, :], key_mask[None, :], queries, keys, offset, left, right, chunk,
                         scale, softcap, far, alibi_slope, bias_base, stride_bias_q, stride_bias_k, distance_base, reach,
-                        EDGE, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_BIAS, HAS_DISTANCE, HAS_SLOPE, HAS_PADDING,
+                        EDGE, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_SOFTCAP, HAS_BIAS, HAS_DISTANCE, HAS_SLOPE,
+                        HAS_PADDING,
                     )  # fmt: skip
                     value_product = dot(out_gradient, tl.trans(v), zeros, PRECISION)
                     weight, _, gradient, before_cap = score_gradients(
@@ -197,6 +206,8 @@ def dq_kernel(
             residual = row_sum
             if HAS_LSE_GRADIENT:
                 residual -= tl.load(lse_gradient_pointer + row, mask=inside & (lse != float("inf")), other=0.0)
+            if HAS_SINK:  # the gradient of the row's sink is -weight * delta
+                residual -= tl.exp2(tl.load(sinks_pointer + head) * LOG2E - lse) * delta
             tl.store(delta_pointer + row, delta + residual, mask=inside)
         if FAR_SUMS:
             tl.store(far_pointer + row, high_sum - residual * high_weight, mask=inside)
@@ -213,10 +224,12 @@ def dkdv_kernel(
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
     stride_dob, stride_dos, stride_doh, stride_dkb, stride_dks, stride_dkh, stride_dvb, stride_dvs, stride_dvh,
     stride_bias_b, stride_bias_h, stride_bias_q, stride_bias_k,
-    heads, rows, max_queries, max_keys, left, right, reach, scale, softcap, keep_scale, threshold,
+    heads, rows, max_queries, max_keys, left, right, chunk, reach, scale, softcap, keep_scale, threshold,
     HEADS_PER_GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_BIAS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_CHUNK: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
     HAS_DISTANCE: tl.constexpr, HAS_SLOPE: tl.constexpr, HAS_PADDING: tl.constexpr, HAS_DROPOUT: tl.constexpr,
     PACKED: tl.constexpr, ACCUMULATE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -241,7 +254,7 @@ def dkdv_kernel(
         key = first + tl.arange(0, BLOCK_N)
         first_seen = 0
         if HAS_LEFT:
-            first_seen = tl.maximum(offset - left, 0)
+            first_seen = tl.maximum(offset - keys_before(offset, left, chunk, HAS_CHUNK), 0)
         padding_base = padding_pointer
         if HAS_PADDING:
             padding_base = padding_pointer + tl.cast(sequence, tl.int64) * max_keys
@@ -249,13 +262,14 @@ def dkdv_kernel(
         k_rows = row_pointer(k_pointer, sequence, group, start_k, stride_kb, stride_ks, stride_kh)
         v_rows = row_pointer(v_pointer, sequence, group, start_k, stride_vb, stride_vs, stride_vh)
         k = load_rows(k_rows, first, stride_ks, key_mask, HEAD_DIM, BLOCK_N, BLOCK_D, True)
-        v = load_rows(v_rows, first, stride_vs, key_mask, HEAD_DIM, BLOCK_N, BLOCK_D, True)
+        v = load_rows(v_rows, first, stride_vs, key_mask, VALUE_DIM, BLOCK_N, BLOCK_V, True)
         k_gradient = tl.zeros((BLOCK_N, BLOCK_D), ACCUMULATE)
-        v_gradient = tl.zeros((BLOCK_N, BLOCK_D), ACCUMULATE)
+        v_gradient = tl.zeros((BLOCK_N, BLOCK_V), ACCUMULATE)
         last = tl.minimum(first + BLOCK_N, keys) - 1
         bounds = tile_sections(
-            first - offset, last - offset, queries, right, left, reach, BLOCK_M, HAS_RIGHT, HAS_LEFT, HAS_DISTANCE
-        )
+            first - offset, last - offset, queries, right, right, queries_after(first, left, chunk, HAS_CHUNK),
+            queries_after(last, left, chunk, HAS_CHUNK), reach, BLOCK_M, HAS_RIGHT, HAS_LEFT, HAS_DISTANCE,
+        )  # fmt: skip
         for head in range(group * HEADS_PER_GROUP, (group + 1) * HEADS_PER_GROUP):
             q_rows = row_pointer(q_pointer, sequence, head, start_q, stride_qb, stride_qs, stride_qh)
             do_rows = row_pointer(out_gradient_pointer, sequence, head, start_q, stride_dob, stride_dos, stride_doh)
@@ -275,16 +289,17 @@ def dkdv_kernel(
                         query = start + tl.arange(0, BLOCK_M)
                         inside = query < queries
                         q = load_rows(q_rows, start, stride_qs, inside, HEAD_DIM, BLOCK_M, BLOCK_D, EDGE)
-                        out_gradient = load_rows(do_rows, start, stride_dos, inside, HEAD_DIM, BLOCK_M, BLOCK_D, EDGE)
+                        out_gradient = load_rows(do_rows, start, stride_dos, inside, VALUE_DIM, BLOCK_M, BLOCK_V, EDGE)
                         lse = load_lse(lse_pointer, row_offset + query, inside)
                         delta = tl.load(delta_pointer + row_offset + query, mask=inside, other=0.0)
                         zeros = tl.zeros((BLOCK_N, BLOCK_M), ACCUMULATE)
                         exponent, slope = score_exponents(
                             dot(k, tl.trans(q), zeros, PRECISION),
-                            query[None, :], key[:, None], key_mask[:, None], queries, keys, offset, left, right,
+                            query[None, :], key[:, None], key_mask[:, None], queries, keys, offset, left, right, chunk,
                             scale, softcap, far, alibi_slope, bias_base, stride_bias_q, stride_bias_k, distance_base,
                             reach,
-                            EDGE, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_BIAS, HAS_DISTANCE, HAS_SLOPE, HAS_PADDING,
+                            EDGE, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_SOFTCAP, HAS_BIAS, HAS_DISTANCE, HAS_SLOPE,
+                            HAS_PADDING,
                         )  # fmt: skip
                         value_product = dot(v, tl.trans(out_gradient), zeros, PRECISION)
                         _, dropped, _, before_cap = score_gradients(
@@ -300,14 +315,14 @@ def dkdv_kernel(
         k_gradient = tl.where(key_mask[:, None], k_gradient * scale, 0.0)
         v_gradient = tl.where(key_mask[:, None], v_gradient, 0.0)
         store_rows(dk_rows, first, stride_dks, key < keys, k_gradient, HEAD_DIM, BLOCK_N, BLOCK_D)
-        store_rows(dv_rows, first, stride_dvs, key < keys, v_gradient, HEAD_DIM, BLOCK_N, BLOCK_D)
+        store_rows(dv_rows, first, stride_dvs, key < keys, v_gradient, VALUE_DIM, BLOCK_N, BLOCK_V)
 
 
 class BackwardInputs(NamedTuple):
     """Inputs of the backward kernels.
 
     `lse`, `delta` and `lse_gradient`, None for 0, have the shape of the log-sum-exp of `launch_forward`; `out_gradient`
-    is like `q`.
+    that of its output.
     """
 
     q: Tensor
@@ -408,7 +423,7 @@ def launch_dq(
     if not (batch and q.shape[-3]):
         return q_gradient, scores, far, saved.lse.new_zeros(heads) if slope_sums else None
     slopes = torch.zeros_like(saved.lse) if slope_sums else None
-    config = select_config("dq", q, problem)
+    config = select_config("dq", q, saved.v, problem)
     tiles, slots = tile_schedule(problem.cu_seqlens_q, q.shape[-3], config.queries, batch)
     with device_guard(q):
         dq_kernel[(slots * heads,)](
@@ -417,6 +432,7 @@ def launch_dq(
             **launch_options(config),
             q_gradient_pointer=q_gradient,
             tiles_pointer=tiles,
+            sinks_pointer=None if problem.sinks is None else problem.sinks.to(saved.lse.dtype).contiguous(),
             lse_gradient_pointer=saved.lse_gradient,
             bias_gradient_pointer=scores,
             far_pointer=far,
@@ -427,6 +443,7 @@ def launch_dq(
             HAS_LSE_GRADIENT=saved.lse_gradient is not None,
             FAR_SUMS=far_sums,
             SLOPE_SUMS=slope_sums,
+            HAS_SINK=problem.sinks is not None,
         )
     if slopes is not None:
         slopes = slopes.sum(1) if problem.packed else slopes.sum((0, 2))
@@ -442,7 +459,7 @@ def launch_dkdv(
     batch, heads, groups = problem.batch_size(q), q.shape[-2], k.shape[-2]
     if not (batch and k.shape[-3]):
         return k_gradient, v_gradient
-    config = select_config("dkdv", q, problem)
+    config = select_config("dkdv", q, saved.v, problem)
     tiles, slots = tile_schedule(problem.cu_seqlens_k, k.shape[-3], config.keys, batch)
     with device_guard(q):
         dkdv_kernel[(slots * groups,)](

@@ -18,6 +18,7 @@ from .backward import BackwardInputs
 from .tile import (
     dot,
     head_terms,
+    keys_before,
     load_lse,
     load_rows,
     locate_tile,
@@ -39,10 +40,13 @@ def tile_score_gradient(
     bias_pointer, distance_pointer, slopes_pointer, padding_pointer, rng_pointer,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
     stride_dob, stride_dos, stride_doh, stride_bias_b, stride_bias_h, stride_bias_q, stride_bias_k,
-    heads, heads_per_group, rows, max_queries, max_keys, left, right, reach, scale, softcap, keep_scale, threshold,
+    heads, heads_per_group, rows, max_queries, max_keys, left, right, chunk, reach,
+    scale, softcap, keep_scale, threshold,
     sequence, head, first_query, first_key, start_q, queries, start_k, keys,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_BIAS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_CHUNK: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
     HAS_DISTANCE: tl.constexpr, HAS_SLOPE: tl.constexpr, HAS_PADDING: tl.constexpr, HAS_DROPOUT: tl.constexpr,
     PACKED: tl.constexpr, ACCUMULATE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -53,7 +57,7 @@ def tile_score_gradient(
     inside = query < queries
     first_seen = 0
     if HAS_LEFT:
-        first_seen = tl.maximum(offset - left, 0)
+        first_seen = tl.maximum(offset - keys_before(offset, left, chunk, HAS_CHUNK), 0)
     bias_base, distance_base, _, _, alibi_slope, dropout_key, dropout_first = head_terms(
         bias_pointer, distance_pointer, slopes_pointer, rng_pointer, sequence, head,
         stride_bias_b, stride_bias_h, reach, HAS_BIAS, HAS_DISTANCE, HAS_SLOPE, HAS_DROPOUT,
@@ -73,12 +77,12 @@ def tile_score_gradient(
     zeros = tl.zeros((BLOCK_M, BLOCK_N), ACCUMULATE)
     exponent, slope = score_exponents(
         dot(q, tl.trans(k), zeros, PRECISION),
-        query[:, None], key[None, :], key_mask[None, :], queries, keys, offset, left, right, scale, softcap, 0.0,
+        query[:, None], key[None, :], key_mask[None, :], queries, keys, offset, left, right, chunk, scale, softcap, 0.0,
         alibi_slope, bias_base, stride_bias_q, stride_bias_k, distance_base, reach,
-        True, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_BIAS, HAS_DISTANCE, HAS_SLOPE, HAS_PADDING,
+        True, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_SOFTCAP, HAS_BIAS, HAS_DISTANCE, HAS_SLOPE, HAS_PADDING,
     )  # fmt: skip
-    out_gradient = load_rows(do_rows, first_query, stride_dos, inside, HEAD_DIM, BLOCK_M, BLOCK_D, True)
-    v = load_rows(v_rows, first_key, stride_vs, key_mask, HEAD_DIM, BLOCK_N, BLOCK_D, True)
+    out_gradient = load_rows(do_rows, first_query, stride_dos, inside, VALUE_DIM, BLOCK_M, BLOCK_V, True)
+    v = load_rows(v_rows, first_key, stride_vs, key_mask, VALUE_DIM, BLOCK_N, BLOCK_V, True)
     lse = load_lse(lse_pointer, row, inside)
     delta = tl.load(delta_pointer + row, mask=inside, other=0.0)
     _, _, gradient, _ = score_gradients(
@@ -94,12 +98,14 @@ def bias_gradient_kernel(
     bias_pointer, distance_pointer, slopes_pointer, padding_pointer, rng_pointer, cu_seqlens_q, cu_seqlens_k,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
     stride_dob, stride_dos, stride_doh, stride_bias_b, stride_bias_h, stride_bias_q, stride_bias_k,
-    batch, heads, heads_per_group, rows, max_queries, max_keys, left, right, reach,
+    batch, heads, heads_per_group, rows, max_queries, max_keys, left, right, chunk, reach,
     scale, softcap, keep_scale, threshold, partial_rows, partial_columns,
     BATCH_BROADCAST: tl.constexpr, HEADS_BROADCAST: tl.constexpr,
     SUM_QUERIES: tl.constexpr, SUM_KEYS: tl.constexpr,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_BIAS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_CHUNK: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
     HAS_DISTANCE: tl.constexpr, HAS_SLOPE: tl.constexpr, HAS_PADDING: tl.constexpr, HAS_DROPOUT: tl.constexpr,
     PACKED: tl.constexpr, ACCUMULATE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -137,11 +143,12 @@ def bias_gradient_kernel(
                     bias_pointer, distance_pointer, slopes_pointer, padding_pointer, rng_pointer,
                     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
                     stride_dob, stride_dos, stride_doh, stride_bias_b, stride_bias_h, stride_bias_q, stride_bias_k,
-                    heads, heads_per_group, rows, max_queries, max_keys, left, right, reach,
+                    heads, heads_per_group, rows, max_queries, max_keys, left, right, chunk, reach,
                     scale, softcap, keep_scale, threshold,
                     sequence, head, first_query, first_key, 0, max_queries, 0, max_keys,
-                    HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_BIAS, HAS_DISTANCE,
-                    HAS_SLOPE, HAS_PADDING, HAS_DROPOUT, PACKED, ACCUMULATE, PRECISION,
+                    HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_V, BLOCK_M, BLOCK_N, HAS_LEFT, HAS_RIGHT, HAS_CHUNK,
+                    HAS_SOFTCAP, HAS_BIAS, HAS_DISTANCE, HAS_SLOPE, HAS_PADDING, HAS_DROPOUT, PACKED,
+                    ACCUMULATE, PRECISION,
                 )  # fmt: skip
     row = first_query + tl.arange(0, BLOCK_M)
     column = first_key + tl.arange(0, BLOCK_N)
@@ -163,10 +170,12 @@ def distance_gradient_kernel(
     cu_seqlens_q, cu_seqlens_k, tiles_pointer,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
     stride_dob, stride_dos, stride_doh, stride_bias_b, stride_bias_h, stride_bias_q, stride_bias_k,
-    batch, heads, heads_per_group, rows, max_queries, max_keys, left, right, reach,
+    batch, heads, heads_per_group, rows, max_queries, max_keys, left, right, chunk, reach,
     scale, softcap, keep_scale, threshold, first_diagonal, diagonals,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_BIAS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_CHUNK: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
     HAS_DISTANCE: tl.constexpr, HAS_SLOPE: tl.constexpr, HAS_PADDING: tl.constexpr, HAS_DROPOUT: tl.constexpr,
     PACKED: tl.constexpr, ACCUMULATE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -195,11 +204,11 @@ def distance_gradient_kernel(
                 bias_pointer, distance_pointer, slopes_pointer, padding_pointer, rng_pointer,
                 stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
                 stride_dob, stride_dos, stride_doh, stride_bias_b, stride_bias_h, stride_bias_q, stride_bias_k,
-                heads, heads_per_group, rows, max_queries, max_keys, left, right, reach,
+                heads, heads_per_group, rows, max_queries, max_keys, left, right, chunk, reach,
                 scale, softcap, keep_scale, threshold,
                 sequence, head, first, first_key, start_q, queries, start_k, keys,
-                HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_BIAS, HAS_DISTANCE,
-                HAS_SLOPE, HAS_PADDING, HAS_DROPOUT, PACKED, ACCUMULATE, PRECISION,
+                HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_V, BLOCK_M, BLOCK_N, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_SOFTCAP,
+                HAS_BIAS, HAS_DISTANCE, HAS_SLOPE, HAS_PADDING, HAS_DROPOUT, PACKED, ACCUMULATE, PRECISION,
             )  # fmt: skip
     # row r is rotated left by r columns; each column then contains two diagonals
     row = tl.arange(0, BLOCK_M)[:, None]
@@ -219,7 +228,7 @@ def launch_bias_gradient(saved: BackwardInputs, problem: FlashAttentionParams) -
     batch, heads = q.shape[0], q.shape[-2]
     queries, keys = problem.max_queries, problem.max_keys
     shape = (1,) * (4 - bias.ndim) + tuple(bias.shape)
-    config = select_config("bias_gradient", q, problem)
+    config = select_config("bias_gradient", q, saved.v, problem)
     tiles_m, tiles_n = -(-queries // config.queries), -(-keys // config.keys)
     # for a dimension of size 1 in the call, broadcast or not makes no difference
     sum_queries, sum_keys = shape[2] == 1, shape[3] == 1
@@ -247,16 +256,19 @@ def launch_bias_gradient(saved: BackwardInputs, problem: FlashAttentionParams) -
     return partial.reshape(bias.shape)
 
 
-def launch_distance_gradient(saved: BackwardInputs, problem: FlashAttentionParams, far: Tensor | None) -> Tensor:
+def launch_distance_gradient(
+    saved: BackwardInputs, problem: FlashAttentionParams, far: Tensor | None, sinks_gradient: Tensor | None
+) -> Tensor:
     """Compute the gradient of `distance_bias`, (heads, 2 reach + 1), fp32 or fp64.
 
     The sum over distances <= -reach is the remainder: the score gradients of a row sum to the gradient of its
-    log-sum-exp.
+    log-sum-exp, less that of its sink.
 
     Args:
         saved: with the delta that `launch_dq` corrected.
         problem: parameters of the call.
         far: score gradients at distances >= reach, from `launch_dq`; None for 0.
+        sinks_gradient: gradient of `sinks`, (heads,); None without sinks.
     """
     q, distance_bias = saved.q, problem.distance_bias
     assert distance_bias is not None
@@ -267,13 +279,15 @@ def launch_distance_gradient(saved: BackwardInputs, problem: FlashAttentionParam
         high = far.sum(across)
     if saved.lse_gradient is not None:  # fully masked rows do not contribute
         total = saved.lse_gradient.masked_fill(saved.lse == float("-inf"), 0.0).sum(across)
+    if sinks_gradient is not None:
+        total = total - sinks_gradient
     between = high.new_zeros(heads, 2 * reach - 1)
     # range of the distances that occur in the call, without the two clipped ends
     nearest = max(1 - reach, 1 - problem.max_keys, *([-problem.left] if problem.left >= 0 else []))
     farthest = min(reach - 1, problem.max_queries - 1, *([problem.right] if problem.right >= 0 else []))
     batch, rows = problem.batch_size(q), q.shape[-3]
     if nearest <= farthest and batch and rows:
-        config = select_config("distance_gradient", q, problem)
+        config = select_config("distance_gradient", q, saved.v, problem)
         block = config.keys
         first_diagonal, last_diagonal = nearest // block, -(-farthest // block)
         diagonals = last_diagonal - first_diagonal + 1

@@ -140,12 +140,29 @@ def store_rows(pointer, first, stride, kept, tile, HEAD_DIM: tl.constexpr, BLOCK
 
 
 @jit
+def keys_before(position, left, chunk, HAS_CHUNK: tl.constexpr):
+    """Return how many keys before its own a query at `position` sees: `left`, or those since its chunk began."""
+    if HAS_CHUNK:
+        left = tl.minimum(left, tl.maximum(position, 0) % chunk)
+    return left
+
+
+@jit
+def queries_after(position, left, chunk, HAS_CHUNK: tl.constexpr):
+    """Return how many queries after its own see a key at `position`: `left`, or those until its chunk ends."""
+    if HAS_CHUNK:
+        left = tl.minimum(left, chunk - 1 - position % chunk)
+    return left
+
+
+@jit
 def tile_sections(
-    first, last, length, low, high, reach, BLOCK: tl.constexpr, HAS_LOW: tl.constexpr, HAS_HIGH: tl.constexpr,
-    HAS_DISTANCE: tl.constexpr,
+    first, last, length, low_first, low_last, high_first, high_last, reach,
+    BLOCK: tl.constexpr, HAS_LOW: tl.constexpr, HAS_HIGH: tl.constexpr, HAS_DISTANCE: tl.constexpr,
 ):  # fmt: skip
     """Divide the positions y < length with -low <= y - x <= high, for first <= x <= last, into edge and plain tiles.
 
+    low and high are given for the first and the last x; x - low and x + high do not decrease between.
     Returns six ascending bounds, all but the last multiples of BLOCK: edge tiles from the 1st to the 2nd (low side of
     the window), plain tiles to the 3rd (y - x <= -reach), edge tiles to the 4th, plain tiles to the 5th
     (y - x >= reach), edge tiles to the 6th. Without a distance bias the 2nd, 3rd and 4th are equal.
@@ -155,11 +172,11 @@ def tile_sections(
     stop = length
     plain_stop = length // BLOCK * BLOCK
     if HAS_HIGH:
-        stop = tl.minimum(stop, last + high + 1)
-        plain_stop = tl.minimum(plain_stop, tl.maximum(first + high + 1, 0) // BLOCK * BLOCK)
+        stop = tl.minimum(stop, last + high_last + 1)
+        plain_stop = tl.minimum(plain_stop, tl.maximum(first + high_first + 1, 0) // BLOCK * BLOCK)
     if HAS_LOW:
-        begin = tl.maximum(first - low, 0) // BLOCK * BLOCK
-        plain_begin = tl.cdiv(tl.maximum(last - low, 0), BLOCK) * BLOCK
+        begin = tl.maximum(first - low_first, 0) // BLOCK * BLOCK
+        plain_begin = tl.cdiv(tl.maximum(last - low_last, 0), BLOCK) * BLOCK
         plain_begin = tl.minimum(plain_begin, tl.cdiv(tl.maximum(stop, 0), BLOCK) * BLOCK)
     plain_stop = tl.maximum(plain_stop, plain_begin)
     far_low_stop = plain_begin
@@ -211,10 +228,11 @@ def absolute_distances(query, key, offset, like):
 
 @jit
 def score_exponents(
-    product, query, key, key_mask, queries, keys, offset, left, right, scale, softcap, far_bias, alibi_slope,
+    product, query, key, key_mask, queries, keys, offset, left, right, chunk, scale, softcap, far_bias, alibi_slope,
     bias_pointer, stride_bias_q, stride_bias_k, distance_pointer, reach,
-    EDGE: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
-    HAS_BIAS: tl.constexpr, HAS_DISTANCE: tl.constexpr, HAS_SLOPE: tl.constexpr, HAS_PADDING: tl.constexpr,
+    EDGE: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_CHUNK: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_DISTANCE: tl.constexpr, HAS_SLOPE: tl.constexpr,
+    HAS_PADDING: tl.constexpr,
 ):  # fmt: skip
     """Return the exponents of a tile from its products q k^T, -inf where masked, and the derivative of the softcap.
 
@@ -245,7 +263,7 @@ def score_exponents(
     if EDGE or HAS_PADDING:
         visible = key_mask
         if EDGE and HAS_LEFT:
-            visible = visible & (distance >= -left)
+            visible = visible & (distance >= -keys_before(query + offset, left, chunk, HAS_CHUNK))
         if EDGE and HAS_RIGHT:
             visible = visible & (distance <= right)
         exponent = tl.where(visible, exponent, float("-inf"))
