@@ -32,6 +32,7 @@ CASES: dict[str, dict[str, Any]] = {
     "rope": {"position_embedding_type": "rope", "num_query_groups": 2},
     "xpos_interleaved": {"position_embedding_type": "xpos", "rotary_interleaved": True},
     "window": {"position_embedding_type": "rope", "rotary_percentage": 0.5, "window_size": [70, 0]},
+    "sinks": {"position_embedding_type": "rope", "softmax_type": "off-by-one", "num_query_groups": 2},
     "alibi": {"position_embedding_type": "alibi", "attn_logit_softcapping": 5.0, "num_query_groups": 1},
     "kerple": {"position_embedding_type": "kerple", "qk_layernorm": True},
     "experts": {"position_embedding_type": "rope", **MOE},
