@@ -310,6 +310,19 @@ def test_every_option_of_every_backend(name: str, option: str, monkeypatch: pyte
     assert_same(run(name, tensors, **options), run("reference", tensors, **options), 2e-5)
 
 
+@pytest.mark.parametrize("name", ["unfused", "reference", *(["triton"] if INTERPRETED else [])])
+def test_chunks_of_packed_documents_begin_with_them(name: str) -> None:
+    """Each document alone gives the same, although a chunk of the row would begin elsewhere."""
+    query, key, value = inputs(queries=20, keys=20, heads=4, dim=16, dtype=torch.float32)
+    documents = PackedSequences.from_documents(DOCUMENTS, dtype=torch.float32, causal=True)
+    options: dict[str, Any] = {"causal": True, "attention_chunk": 4}
+    packed = attend(ATTENTION_FUNCTIONS[name], query, key, value, packed=documents, **options)
+    for begin, end in ((0, 7), (7, 9), (9, 20)):
+        alone = (tensor[:1, begin:end] for tensor in (query, key, value))
+        expected = attend(ATTENTION_FUNCTIONS["reference"], *alone, **options)
+        torch.testing.assert_close(packed[:1, begin:end], expected, rtol=1e-5, atol=1e-5)
+
+
 def test_rows_hidden_by_padding_give_zero() -> None:
     """In front of a text, under a causal mask, there are queries that see nothing."""
     hidden = torch.arange(20).expand(2, 20) >= 5
