@@ -55,7 +55,9 @@ def test_gate(monkeypatch: pytest.MonkeyPatch, head_dim: int, changes: dict[str,
     monkeypatch.setattr(supported_calls, "INTERPRETED", False)
     for condition in ("_has_gluon", "_is_hopper"):
         monkeypatch.setattr(supported_calls, condition, lambda *_: True)
-    call = FlashProblem(*(None,) * 8, -1, 0, 0.125, 0.0, 0.0, 100, 100)._replace(**changes)
+    none = None
+    call = FlashProblem(none, none, none, none, none, none, none, none, -1, 0, 0.125, 0.0, 0.0, 100, 100)
+    call = call._replace(**changes)
     with FakeTensorMode():
         q = torch.empty(1, 100, 2, head_dim, dtype=torch.bfloat16, device="cuda")
     assert supported_calls.supports(q, q, q, call) == served

@@ -116,7 +116,7 @@ def train_or_be_refused(count, seed, directory, capsys):
 def test_random_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert set(POOLS) <= set(schema_keys())
-    train_or_be_refused(15 if TIER == "full" else 4, 0, tmp_path, capsys)
+    train_or_be_refused(15 if TIER == "full" else 4, 1, tmp_path, capsys)
 
 
 @full_only

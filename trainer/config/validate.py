@@ -140,8 +140,8 @@ def _fix(key: SchemaKey, value: Any) -> str:
     if isinstance(value, str) and "${" in value:
         return "environment variables are not resolved here; set the key"
     if value is None:
-        default = "" if key.default is None else f", or write {key.path}={format_value(key.default)}"
-        return f"leave it out{default}"
+        # not "leave it out": a preset may refer to another key that is null
+        return "leave it out" if key.default is None else f"write {key.path}={format_value(key.default)}"
     if key.path.endswith((".max_time", ".max_time_per_run", ".train_time_interval")):
         return "quote it: days, hours, minutes, seconds"
     if isinstance(value, float) and value.is_integer() and accepts_value(key, int(value)):
