@@ -160,7 +160,7 @@ def test_limits_of_the_kernels(arguments: dict[str, Any], message: str) -> None:
 
 
 def test_functions_that_need_values_of_the_width_of_keys_say_so() -> None:
-    arguments = {n: torch.zeros(*s[:3], 24 if n == "v" else 16) for n, s in SHAPES.items()}
+    arguments: dict[str, Any] = {n: torch.zeros(*s[:3], 24 if n == "v" else 16) for n, s in SHAPES.items()}
     assert check(**arguments).value_dim == 24
     with pytest.raises(ValueError, match=r"`v` \(2, 7, 3, 24\) must have the head width of `k`, 16, not 24"):
         lse_first_attention(*arguments.values())

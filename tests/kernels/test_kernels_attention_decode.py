@@ -172,7 +172,7 @@ def test_values_of_another_width(splits: int) -> None:
     )
     positions = torch.tensor([0, 70, 199])
     expected = reference_decode(query, key, value, positions, scale=0.3)
-    whole = reference_attention(query[2:, None], *(t[2:].transpose(1, 2) for t in (key, value)), softmax_scale=0.3)
+    whole: Any = reference_attention(query[2:, None], *(t[2:].transpose(1, 2) for t in (key, value)), softmax_scale=0.3)
     torch.testing.assert_close(expected[2], whole[0, 0], rtol=1e-12, atol=1e-13)
     found = triton_decode(query, key, value, positions, splits=splits, scale=0.3)
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-11)
