@@ -42,7 +42,7 @@ class QuantizedPair(NamedTuple):
 
 
 class Source(NamedTuple):
-    """What is cast: a matrix, or what an elementwise producer makes of others, which the casts compute.
+    """Operand of a cast: a matrix, or what an elementwise producer makes of others, which the casts compute.
 
     Attributes:
         producer: `none`, the tensor (M, K); `activation`, act(x) of (M, K); `gated`, act(gate) * up of [gate | up],

@@ -11,7 +11,7 @@ from .operands import DTYPES
 from .recipe import MAX_VALUE, TILE, Format, Granularity
 
 SMALLEST_AMAX = 2.0**-100
-"""What smaller maxima count as, so that neither a scale nor its reciprocal overflows."""
+"""Smallest maximum that counts, so that neither a scale nor its reciprocal overflows."""
 
 
 def scale_of(amax: Tensor, format: Format, margin: int = 0, power_of_two: bool = False) -> Tensor:

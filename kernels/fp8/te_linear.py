@@ -28,7 +28,7 @@ _DTYPES: dict[Format, str] = {"e4m3": "kFloat8E4M3", "e5m2": "kFloat8E5M2"}
 _MIN_RELEASE = (2, 20)
 """First release whose GEMM and quantizers are known to take these arguments."""
 _MULTIPLE = 16
-"""What the tokens of an fp8 GEMM are padded to."""
+"""Multiple to which the tokens of an fp8 GEMM are padded."""
 
 
 def runs_on(tensor: Tensor) -> bool:

@@ -10,7 +10,7 @@ from ...kernels.fp8.recipe import AmaxAlgorithm, Fp8Recipe, Scaling
 from .key_block import ConfigBlock
 
 MULTIPLE = 16
-"""What the widths of an fp8 matmul must be multiples of."""
+"""Divisor of the widths of an fp8 matmul."""
 
 
 class Fp8Keys(ConfigBlock):

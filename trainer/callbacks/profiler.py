@@ -239,7 +239,8 @@ class TraceProfiler(_StepRange):
         with replaced_file(path) as temporary:
             self._profile.export_chrome_trace(str(temporary))
         lines = operations_table(self._profile.key_averages(), on_device=self.device.type == "cuda")
-        lines += device_gaps(device_work(self._profile.profiler.kineto_results.events()))
+        if self.device.type == "cuda":
+            lines += device_gaps(device_work(self._profile.profiler.kineto_results.events()))
         atomic_write(self.directory / f"operations-{steps}.txt", ("\n".join(lines) + "\n").encode())
         self._profile = None
         for line in (f"trace {path}", *lines):

@@ -20,6 +20,9 @@ from ..optim.base_optimizer import Optimizer
 from ..utils.local_shard import LocalShard, local_shard
 from .process_group import all_gather_single
 
+HELD = 2
+"""Units whose whole gradients are held until their shards are summed, so that computation does not wait for these."""
+
 
 class DataParallel:
     """Data-parallel model; base class for all layouts.

@@ -28,11 +28,8 @@ from ..config.parameter_layout import DataParallelLayout
 from ..optim.base_optimizer import Optimizer
 from ..utils.local_shard import LocalShard, chunk_bounds, row_shard
 from .copy_engine import CopyEngineCollectives
-from .data_parallel import DataParallel, backward_passes, communication_buckets, gather_rows
+from .data_parallel import HELD, DataParallel, backward_passes, communication_buckets, gather_rows
 from .process_group import DistributedContext, all_gather_single, reduce_scatter_single
-
-_SENT = 2
-"""Buckets whose whole gradients are held until their sums exist, with sharded gradients: computation does not wait."""
 
 
 class _Unit(NamedTuple):
@@ -185,7 +182,7 @@ class ReplicatedDataParallel(DataParallel):
             self._sum_into_shards(*others, unit.ranks)
             if self._stream is not None:
                 self._sent.append((self._stream.record_event(), gradients))
-        if len(self._sent) > _SENT:  # what is computed next may use their memory
+        if len(self._sent) > HELD:  # what is computed next may use their memory
             torch.cuda.current_stream(self._device).wait_event(self._sent.popleft()[0])
 
     def _sum_by_copy_engines(

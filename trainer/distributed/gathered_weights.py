@@ -21,15 +21,13 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from ..optim.base_optimizer import Optimizer
 from .copy_engine import COUNTER_BYTES, CopyEngineCollectives, Memory
+from .data_parallel import HELD
 
 SLOTS = 3
 """Units whose weights have memory at a time: one computes, one arrives, and one may still be in use."""
 
 ALIGNMENT = 256
 """Bytes that the place of a weight is a multiple of."""
-
-HELD = 2
-"""Units whose whole gradients are held until their sums exist, so that computation does not wait for these."""
 
 
 class _Slot:

@@ -38,7 +38,7 @@ class Work:
     Attributes:
         matmul: FLOPs of matmuls, grouped ones included.
         grouped: FLOPs of the grouped GEMMs of experts.
-        fp8: those of `matmul` that are in fp8.
+        fp8: those of `matmul` that are in fp8, without experts.
         attention: FLOPs of fused attention.
         moved: bytes that pointwise kernels read and write.
     """
