@@ -4,11 +4,11 @@
         [--results docs/results/fp8_loss.jsonl]
     python scripts/bench/fp8_loss.py --report docs/results/fp8_loss.jsonl
 
-The text is the standard library of the running Python, in bytes (`data=pystd`), so that no network is needed. The gap
-of a run is that of its mean loss over the last tenth of the steps, relative to bf16's over the same samples; `largest`
-is the largest such gap over any tenth after the first. `bf16 other kernels` is bf16 with another attention backend: how
-far runs drift apart by rounding alone (0.8 % with half the samples a step and twice the learning rate). A run of the
-same steps that is in the results file is not run again. Runs through TransformerEngine fail where it is not installed.
+The text is the Python code that is installed beside the running Python, tokenized by a BPE trained on it, so that no
+network is needed. The gap of a run is that of its mean loss over the last tenth of the steps, relative to bf16's over
+the same samples; `largest` is the largest such gap over any tenth after the first. `bf16 other kernels` is bf16 with
+another attention backend: how far runs drift apart by rounding alone. A run of the same steps that is in the results
+file is not run again. Runs through TransformerEngine fail where it is not installed.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import argparse
 import json
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import time
 from itertools import pairwise
@@ -24,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 MODEL = [
-    *("model=gpt_125m", "data=pystd", "trainer=gpu", "model.encoder_seq_length=1024"),
+    *("model=gpt_125m", "data=mmap", "trainer=gpu", "model.encoder_seq_length=1024"),
     *("model.micro_batch_size=16", "model.global_batch_size=16", "model.optim.lr=3e-4"),
     *("model.optim.sched.warmup_steps=200", "trainer.limit_val_batches=0", "trainer.log_every_n_steps=1"),
     *("exp_manager.create_checkpoint_callback=false", "exp_manager.create_report=false"),
@@ -45,6 +46,28 @@ RUNS = {
 }
 PARTS = 10
 """Windows of steps whose mean losses are compared."""
+
+
+VOCABULARY, TEXT_BYTES = 16384, 200_000_000
+
+
+def prepare(directory: Path) -> list[str]:
+    """Tokenize the installed Python code; return the keys that read it."""
+    text, size = directory / "code.jsonl", 0
+    with text.open("w") as file:
+        for path in sorted(Path(sysconfig.get_paths()["purelib"]).rglob("*.py")):
+            code = path.read_text(errors="replace")
+            size += len(code)
+            if size > TEXT_BYTES:
+                break
+            file.write(json.dumps({"text": code}) + "\n")
+    prefix = directory / "code"
+    command = [sys.executable, "-m", "stoker", "preprocess", str(text), "--output-prefix", str(prefix)]
+    subprocess.run([*command, "--train-tokenizer", str(VOCABULARY)], check=True, capture_output=True)
+    return [
+        *(f"model.data.data_prefix={prefix}", "model.tokenizer.library=huggingface"),
+        f"model.tokenizer.type={prefix}-tokenizer.json",
+    ]
 
 
 def train(name: str, steps: int, overrides: list[str], until: float) -> dict[str, Any]:
@@ -109,15 +132,18 @@ def main() -> None:
     path, until = args.report or args.results, time.monotonic() + args.seconds
     rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     done = {row["run"] for row in rows if row["steps"] == args.steps and "losses" in row}
-    for name in () if args.report else args.only:
-        if name in done or time.monotonic() > until:
-            continue
-        row = train(name, args.steps, args.overrides, until)
-        rows.append(row)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a") as file:
-            file.write(json.dumps(row) + "\n")
-        print(f"{name}: {row.get('failed', 'done')}", file=sys.stderr, flush=True)
+    with tempfile.TemporaryDirectory() as directory:
+        missing = [] if args.report else [name for name in args.only if name not in done]
+        keys = prepare(Path(directory)) if missing else []
+        for name in missing:
+            if time.monotonic() > until:
+                break
+            row = train(name, args.steps, [*keys, *args.overrides], until)
+            rows.append(row)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("a") as file:
+                file.write(json.dumps(row) + "\n")
+            print(f"{name}: {row.get('failed', 'done')}", file=sys.stderr, flush=True)
     report([row for row in rows if row["steps"] == args.steps])
 
 

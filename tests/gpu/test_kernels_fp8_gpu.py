@@ -116,8 +116,9 @@ def test_products_equal_fp64_of_the_rounded_operands(
 
 def gradients(function: Callable[..., Tensor], *tensors: Tensor) -> tuple[Tensor, ...]:
     output = function(*tensors)
-    outer = torch.linspace(-9, 9, output.numel(), device=output.device).view_as(output).sin().to(output.dtype)
-    return output, *torch.autograd.grad(output, tensors, outer)
+    outer = torch.linspace(-9, 9, output.numel(), device=output.device).view_as(output).sin().bfloat16()
+    outer = outer.to(output.dtype)  # the same values in every dtype
+    return output.detach(), *torch.autograd.grad(output, tensors, outer)
 
 
 def assert_close(got: tuple[Tensor, ...], expected: tuple[Tensor, ...], relative: float) -> None:
@@ -145,8 +146,9 @@ def test_layers_equal_their_emulation(scaling: Scaling, compiled: bool) -> None:
     run: Any = torch.compile(fullgraph=True) if compiled else lambda function: function
     wide = [tensor.detach().double().requires_grad_() for tensor in (inputs, up, down)]
     assert_close(gradients(run(linear), inputs, up), gradients(linear, *wide[:2]), 1e-2)
-    # [gate | up] is rounded to bf16, and so is the gradient of the product, before they are cast
-    assert_close(gradients(run(mlp), inputs, up, down), gradients(mlp, *wide), 2e-2)
+    # [gate | up] and the gradient of the product are rounded to bf16 before they are cast, so some elements are cast to
+    # the neighbour: one of 2^8 in e5m2, by 18 % of itself, which is 1.1 % of a matrix; in a gradient several add up
+    assert_close(gradients(run(mlp), inputs, up, down), gradients(mlp, *wide), 4e-2)
     plain = gradients(lambda x, up, down: F.linear(gated_activation(F.linear(x, up), "silu"), down), *wide)
     assert_close(gradients(run(mlp), inputs, up, down), plain, 0.12)
 

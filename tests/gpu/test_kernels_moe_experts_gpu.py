@@ -157,6 +157,7 @@ def test_a_cuda_graph_follows_new_routing(implementation):
     case = make(512, 8, 2, 256, 256)
     options = options_of(implementation, case, nonlinearity="silu", gated=True)
     stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())  # which makes the case
     with torch.cuda.stream(stream):
         for _ in range(2):
             value_and_gradients(case, **options)
