@@ -34,6 +34,8 @@ FSDP = ["model.fsdp=true"]
 ZERO1 = ["model.optim.name=distributed_fused_adam"]
 RECOMPUTE = [f"model.activations_checkpoint_{key}" for key in ("granularity=full", "method=uniform", "num_layers=1")]
 
+RUN_LIMIT = 240.0
+"""Seconds of a run."""
 DEFAULT_LENGTH = Length(warm_up=10, windows=4, window=10)
 
 
@@ -270,10 +272,11 @@ def run_rounds(arguments: argparse.Namespace) -> None:
                     row = None
                     if until is None or time.monotonic() < until:
                         command = [__file__, "--one", name, "--cases", case, "--devices", str(devices)]
-                        row = run_in_process(command, until)
+                        limit = time.monotonic() + RUN_LIMIT  # a run that hangs costs no other its time
+                        row = run_in_process(command, limit if until is None else min(until, limit))
                     text = f"round {number}: {case} x{devices}: {name}"
                     if row is None:
-                        print(f"{text}: no time left", flush=True)
+                        print(f"{text}: not done in time", flush=True)
                         continue
                     row = {"peer": name, **row, "round": number, "case": case, "devices": devices}
                     append_row(arguments.results, row)

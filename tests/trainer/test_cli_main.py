@@ -434,6 +434,7 @@ def test_segments_of_device_memory_grow_unless_the_caller_has_settings(monkeypat
         assert {name: value for name, value in variables.items() if "ALLOC" in name} == {**given, **asked}
         environment.enable_expandable_segments()
         assert {name: value for name, value in variables.items() if "ALLOC" in name} == expected
+        assert variables["NCCL_GRAPH_REGISTER"] == "0"
 
 
 def test_errors_quote_no_terminal_sequence(capsys: Captured) -> None:

@@ -145,9 +145,13 @@ def enable_expandable_segments() -> None:
     They reduce fragmentation: with full recompute the 1.2 B model trains 133,120 tokens within 40 GiB instead of
     106,496 (docs/benchmarks.md). Torch reads the setting at the first CUDA allocation, so this is called when the
     device is chosen, after `env_vars` are set. Linux only: Windows builds of torch do not support them.
+
+    NCCL would register the buffers of collectives that a CUDA graph captures as one allocation each, which such
+    segments are not: replaying the graph then hangs (pytorch/pytorch#158029). So it is told not to, as by Megatron-LM.
     """
     if sys.platform == "linux" and not any(name in os.environ for name in ALLOCATOR_VARIABLES):
         os.environ[ALLOCATOR_VARIABLES[0]] = "expandable_segments:True"
+    os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
 
 
 def set_cublas_workspace() -> None:
