@@ -1,26 +1,27 @@
 """Training loss of a 125 M model in fp8 and fp16 beside bf16: same initial weights, same samples, 2,000 steps each.
 
-    python scripts/bench/fp8_loss.py [--steps 2000] [--only bf16 tensorwise ...] [--seconds 570]
+    python scripts/bench/fp8_loss.py [--steps 2000] [--seeds 1 2 3] [--only bf16 tensorwise ...] [--seconds 570]
         [--results docs/results/fp8_loss.jsonl]
     python scripts/bench/fp8_loss.py --report docs/results/fp8_loss.jsonl
 
 The text is the Python code that is installed beside the running Python, tokenized by a BPE trained on it, so that no
-network is needed. The gap of a run is that of its mean loss over the last tenth of the steps, relative to bf16's over
-the same samples; `largest` is the largest such gap over any tenth after the first. `bf16 other kernels` is bf16 with
-another attention backend: how far runs drift apart by rounding alone. A run of the same steps that is in the results
-file is not run again. Runs through TransformerEngine fail where it is not installed.
+network is needed. The gap of a run is that of its mean loss over the last tenth of the steps, relative to bf16's of the
+same seed, over the same samples. One pair of runs says little: rounding of any kind moves a run to another course, so
+gaps are means over seeds, with the smallest and the largest. `bf16 other kernels` is bf16 with another attention
+backend: how far runs drift apart by rounding alone. A run of the same steps and seed that is in the results file is not
+run again. Runs through TransformerEngine fail where it is not installed.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import subprocess
 import sys
 import sysconfig
 import tempfile
 import time
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +45,8 @@ RUNS = {
     "bf16 other kernels": ["trainer.precision=bf16", "model.attention_backend=triton"],
     "tensorwise e4m3": [*FP8, "model.fp8_recipe=tensorwise", "model.fp8_e4m3=true"],
 }
-PARTS = 10
-"""Windows of steps whose mean losses are compared."""
+LAST = 0.1
+"""Part of the steps whose mean losses are compared."""
 
 
 VOCABULARY, TEXT_BYTES = 16384, 200_000_000
@@ -70,59 +71,60 @@ def prepare(directory: Path) -> list[str]:
     ]
 
 
-def train(name: str, steps: int, overrides: list[str], until: float) -> dict[str, Any]:
+def train(name: str, seed: int, steps: int, overrides: list[str], until: float) -> dict[str, Any]:
     """Train in a process of its own; return its losses, or why it failed."""
     with tempfile.TemporaryDirectory() as directory:
-        more = [f"trainer.max_steps={steps}", f"model.optim.sched.max_steps={steps}"]
+        more = [f"trainer.max_steps={steps}", f"model.optim.sched.max_steps={steps}", f"model.seed={seed}"]
         command = [sys.executable, "-m", "stoker", "train", *MODEL, *RUNS[name], *more, *overrides]
         command.append(f"exp_manager.explicit_log_dir={directory}/run")
-        started = time.monotonic()
+        started, row = time.monotonic(), {"run": name, "seed": seed, "steps": steps}
         try:
             done = subprocess.run(
                 command, capture_output=True, text=True, timeout=max(1.0, until - started), check=False
             )
         except subprocess.TimeoutExpired:
-            return {"run": name, "steps": steps, "failed": "not done in time"}
+            return row | {"failed": "not done in time"}
         if done.returncode:
             reason = (done.stderr.strip() or done.stdout.strip()).splitlines()[-3:]
-            return {"run": name, "steps": steps, "failed": " / ".join(reason)[:300]}
+            return row | {"failed": " / ".join(reason)[:300]}
         lines = [json.loads(line) for line in (Path(directory) / "run" / "metrics.jsonl").read_text().splitlines()]
         log = (Path(directory) / "run" / "run.log").read_text()
     device = log.partition("device ")[2].partition(",")[0].splitlines()[0]
     losses = [line["loss"] for line in lines if "loss" in line]
     skipped = max((line.get("skipped_steps", 0) for line in lines), default=0)
-    row = {"run": name, "steps": steps, "device": device, "losses": losses, "skipped_steps": skipped}
+    row |= {"device": device, "losses": losses, "skipped_steps": skipped}
     return row | {"seconds": round(time.monotonic() - started, 1)}
 
 
-def gaps(losses: list[float], base: list[float]) -> tuple[float, float]:
-    """Return the relative gap of the mean loss over the last part, and the largest one over any but the first."""
-    found: list[float] = []
-    edges = [len(base) * part // PARTS for part in range(PARTS + 1)]
-    for start, end in pairwise(edges[1:]):
-        found.append(sum(losses[start:end]) / sum(base[start:end]) - 1)
-    return found[-1], max(found, key=abs)
+def last_loss(row: dict[str, Any]) -> float:
+    """Return the mean loss of the last part of a run."""
+    return statistics.mean(row["losses"][-round(LAST * row["steps"]) :])
 
 
 def report(rows: list[dict[str, Any]]) -> None:
-    """Print a table of the gaps."""
-    base = next((row["losses"] for row in rows if row["run"] == "bf16" and "losses" in row), None)
-    print("| run | loss, last tenth | gap | largest gap | skipped steps | seconds | device |")
-    print("|---|---|---|---|---|---|---|")
-    for row in rows:
-        if "losses" not in row:
-            print(f"| {row['run']} | {row['failed']} | | | | | |")
+    """Print a table of the gaps, a line for each kind of run."""
+    found = {(row["run"], row["seed"]): last_loss(row) for row in rows if "losses" in row}
+    print("| run | loss | gap to bf16, mean over seeds | smallest and largest | skipped steps | seeds |")
+    print("|---|---|---|---|---|---|")
+    for name in RUNS:
+        own = [row for row in rows if row["run"] == name]
+        ran = [row for row in own if "losses" in row]
+        if not ran:
+            if own:
+                print(f"| {name} | {own[-1]['failed']} | | | | |")
             continue
-        last = row["losses"][len(row["losses"]) * (PARTS - 1) // PARTS :]
-        shown = ["", ""] if base is None else [f"{100 * gap:+.3f} %" for gap in gaps(row["losses"], base)]
-        cells = row["run"], f"{sum(last) / len(last):.4f}", *shown, row["skipped_steps"], row["seconds"], row["device"]
-        print("| " + " | ".join(map(str, cells)) + " |", flush=True)
+        pairs = [(found[name, row["seed"]], found.get(("bf16", row["seed"]))) for row in ran]
+        gaps = [100 * (loss / base - 1) for loss, base in pairs if base is not None]
+        shown = [f"{statistics.mean(gaps):+.2f} %", f"{min(gaps):+.2f}, {max(gaps):+.2f} %"] if gaps else ["", ""]
+        loss, skipped = statistics.mean(loss for loss, _ in pairs), max(row["skipped_steps"] for row in ran)
+        print(f"| {name} | {loss:.4f} | {' | '.join(shown)} | {skipped} | {len(ran)} |", flush=True)
 
 
 def main() -> None:
     """Run what is missing in the results file, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
     parser.add_argument("--only", nargs="+", choices=RUNS, default=list(RUNS))
     parser.add_argument("--seconds", type=float, default=570.0, help="start no run that would be cut off")
     parser.add_argument("--results", type=Path, default=Path("docs/results/fp8_loss.jsonl"))
@@ -131,19 +133,19 @@ def main() -> None:
     args = parser.parse_args()
     path, until = args.report or args.results, time.monotonic() + args.seconds
     rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    done = {row["run"] for row in rows if row["steps"] == args.steps and "losses" in row}
+    done = {(row["run"], row["seed"]) for row in rows if row["steps"] == args.steps and "losses" in row}
     with tempfile.TemporaryDirectory() as directory:
-        missing = [] if args.report else [name for name in args.only if name not in done]
+        missing = [] if args.report else [(n, seed) for seed in args.seeds for n in args.only if (n, seed) not in done]
         keys = prepare(Path(directory)) if missing else []
-        for name in missing:
+        for name, seed in missing:
             if time.monotonic() > until:
                 break
-            row = train(name, args.steps, [*keys, *args.overrides], until)
+            row = train(name, seed, args.steps, [*keys, *args.overrides], until)
             rows.append(row)
             path.parent.mkdir(parents=True, exist_ok=True)
             with path.open("a") as file:
                 file.write(json.dumps(row) + "\n")
-            print(f"{name}: {row.get('failed', 'done')}", file=sys.stderr, flush=True)
+            print(f"{name}, seed {seed}: {row.get('failed', 'done')}", file=sys.stderr, flush=True)
     report([row for row in rows if row["steps"] == args.steps])
 
 
