@@ -1,7 +1,7 @@
 """torchtitan and Megatron-core in the cases of `parallel.py`: each with its own step, set up as its users do for speed.
 
-torchtitan 0.2: its `Trainer` with compiled layers; fp32 weights, bf16 under FSDP or autocast, and pure bf16 under
-tensor parallelism, where it has no mixed precision. Megatron-core: TransformerEngine layers, bf16 with fp32 main
+torchtitan 0.2: its `Trainer` with compiled layers; fp32 weights, bf16 under FSDP or autocast, and pure bf16 in fp8 and
+under tensor parallelism, where it has no mixed precision. Megatron-core: TransformerEngine layers, bf16 with fp32 main
 weights, the distributed optimizer, gradients and weights exchanged behind the passes. Both draw random tokens.
 `Step` is a whole optimizer step.
 """
@@ -16,6 +16,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -52,8 +53,8 @@ def draw(case: Case, length: int, device: str = "cuda") -> tuple[Tensor, Tensor]
     return drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous()
 
 
-def torchtitan(case: Case, devices: int) -> Step:
-    """Step of torchtitan's trainer for its Llama 3 or Qwen3 MoE of this shape."""
+def torchtitan(case: Case, devices: int, *, fp8: bool = False) -> Step:
+    """Step of torchtitan's trainer for its Llama 3 or Qwen3 MoE of this shape; fp8: torchao's tensorwise linears."""
     from torchtitan.config import JobConfig
     from torchtitan.models import llama3, qwen3
     from torchtitan.models.moe import MoEArgs
@@ -95,7 +96,10 @@ def torchtitan(case: Case, devices: int) -> Step:
     job.training.global_batch_size = case.samples_per_step(devices)
     job.training.seq_len = case.work.sequence
     job.training.steps = 10**6
-    job.training.dtype = "bfloat16" if case.size("tensor", devices) > 1 else "float32"
+    job.training.dtype = "bfloat16" if fp8 or case.size("tensor", devices) > 1 else "float32"
+    if fp8:
+        job.model.converters = ["quantize.linear.float8"]
+        job.quantize.linear.float8.filter_fqns = ["output"]  # as in its own configurations: the head stays in bf16
     job.metrics.log_freq = 10**6
     job.optimizer.lr = 1e-4
     job.lr_scheduler.warmup_steps = 10
@@ -233,7 +237,11 @@ def megatron(case: Case, devices: int) -> Step:
     return step
 
 
-BUILDERS = {"torchtitan": torchtitan, "megatron": megatron}
+BUILDERS: dict[str, Callable[[Case, int], Step]] = {
+    "torchtitan": torchtitan,
+    "torchtitan_fp8": partial(torchtitan, fp8=True),
+    "megatron": megatron,
+}
 
 
 def work(rank: int, name: str, case: Case, devices: int, port: int, file: str) -> None:
