@@ -54,7 +54,8 @@ def check_transformer_engine(recipe: Fp8Recipe, installed: InstalledSoftware) ->
         )
 
 
-def _te() -> Any:
+def transformer_engine() -> Any:
+    """Return `transformer_engine.pytorch`."""
     return sys.modules.get("transformer_engine.pytorch") or import_transformer_engine()
 
 
@@ -62,12 +63,16 @@ def _quantizer(
     values: Tensor, operand: int, recipe: Fp8Recipe, scales: DelayedScales | None, reduce: Reduce | None, columns: bool
 ) -> Any:
     """Return the quantizer of an operand: with the scale of its state, or one that follows from its values."""
-    te, kind = _te(), recipe.backward if operand == GRADIENT else recipe.forward
-    dtype = getattr(import_module("transformer_engine_torch").DType, _DTYPES[kind])
+    kind = recipe.backward if operand == GRADIENT else recipe.forward
     if recipe.scaling == "blockwise":
         blocks = 2 if operand == WEIGHT else 1
-        options = {"block_scaling_dim": blocks, "force_pow_2_scales": recipe.power_of_two}
-        return te.Float8BlockQuantizer(fp8_dtype=dtype, rowwise=True, columnwise=columns, **options)
+        return transformer_engine().Float8BlockQuantizer(
+            fp8_dtype=_dtype(kind),
+            rowwise=True,
+            columnwise=columns,
+            block_scaling_dim=blocks,
+            force_pow_2_scales=recipe.power_of_two,
+        )
     if recipe.scaling == "delayed":
         if scales is None:
             raise RuntimeError("delayed scaling has no state: call `models.fp8.build_delayed_scaling` after building")
@@ -75,7 +80,23 @@ def _quantizer(
     else:
         found = amaxes(values, "tensor", columns=False, reduce=reduce)[0]
         scale, amax = MAX_VALUE[kind] * 2.0**-recipe.margin / found.clamp(min=2.0**-100), found
-    return te.Float8Quantizer(scale, amax, dtype, rowwise=True, columnwise=columns)
+    return float8_quantizer(scale, amax, kind, columns=columns)
+
+
+def float8_quantizer(scale: Tensor, amax: Tensor, kind: Format, *, columns: bool) -> Any:
+    """Return a quantizer to this format.
+
+    Args:
+        scale: (1,) fp32, what values are multiplied by.
+        amax: (1,) fp32, in which a cast leaves the largest magnitude of its values, if that is larger.
+        kind: format.
+        columns: cast the transpose too.
+    """
+    return transformer_engine().Float8Quantizer(scale, amax, _dtype(kind), rowwise=True, columnwise=columns)
+
+
+def _dtype(kind: Format) -> Any:
+    return getattr(import_module("transformer_engine_torch").DType, _DTYPES[kind])
 
 
 def _cast(
@@ -120,7 +141,7 @@ class _TELinear(torch.autograd.Function):
         if columns:
             rows.update_usage(rowwise_usage=False, columnwise_usage=True)
             kept = rows
-        tensors, ctx.objects = _te().prepare_for_saving(kept)
+        tensors, ctx.objects = transformer_engine().prepare_for_saving(kept)
         ctx.save_for_backward(weight if needs_inputs and cast is None else None, *tensors)
         ctx.recipe, ctx.scales, ctx.cast, ctx.reduce, ctx.weight_reduce = recipe, scales, cast, reduce, weight_reduce
         ctx.dtypes = inputs.dtype, weight.dtype
@@ -141,7 +162,7 @@ class _TELinear(torch.autograd.Function):
                 cast = _cast(weight, WEIGHT, recipe, ctx.scales, ctx.weight_reduce, columns=True)
             input_gradient = _multiply(cast, rows, "NN", input_dtype, **options)
         if needs_weight:
-            (inputs,) = _te().restore_from_saved(ctx.objects, saved)
+            (inputs,) = transformer_engine().restore_from_saved(ctx.objects, saved)
             if columns:
                 weight_gradient = _multiply(inputs, rows, "NT", weight_dtype, **options)
             else:
