@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..attention.backend_support import format_version, why_not_te
+from ..attention.backend_support import MIN_TE_FP8, format_version, why_not_te
 from ..attention.backends.transformer_engine import import_transformer_engine
 from ..attention.call_spec import InstalledSoftware
 from ..launch import disable_compile
@@ -25,8 +25,6 @@ from .quantize import Reduce, amaxes
 from .recipe import MAX_VALUE, Format, Fp8Recipe
 
 _DTYPES: dict[Format, str] = {"e4m3": "kFloat8E4M3", "e5m2": "kFloat8E5M2"}
-_MIN_RELEASE = (2, 20)
-"""First release whose GEMM and quantizers are known to take these arguments."""
 _MULTIPLE = 16
 """Multiple to which the tokens of an fp8 GEMM are padded."""
 
@@ -40,8 +38,8 @@ def check_transformer_engine(recipe: Fp8Recipe, installed: InstalledSoftware) ->
     """Raise ValueError if TransformerEngine's linear layers do not run on this machine, which has a GPU."""
     cure = "use transformer_engine=null" + " with fp8_recipe=tensorwise" * (recipe.scaling == "delayed")
     problem = why_not_te(installed)
-    if problem is None and installed.te is not None and installed.te < _MIN_RELEASE:
-        problem = f"needs TransformerEngine {format_version(_MIN_RELEASE)}, found {format_version(installed.te)}"
+    if problem is None and installed.te is not None and installed.te < MIN_TE_FP8:
+        problem = f"needs TransformerEngine {format_version(MIN_TE_FP8)}, found {format_version(installed.te)}"
     if problem is not None:
         raise ValueError(f"`fp8` (True) with `transformer_engine` (True) is not available: {problem}; {cure}.")
     if recipe.scaling != "blockwise":

@@ -14,7 +14,7 @@ from test_models_fp8_gpu import FULL, LLAMA, LORA, gradients, has, in_bf16, loss
 from tiny_run import final_hashes, tiny_config
 from torch import Tensor
 
-from stoker.kernels.fp8.delayed_scaling import DelayedScaling
+from stoker.kernels.fp8.delayed_scaling import LINEAR, DelayedScaling
 from stoker.kernels.fp8.linear import fp8_linear
 from stoker.kernels.fp8.recipe import Fp8Recipe
 from stoker.kernels.fp8.te_linear import te_cast_weight, te_linear
@@ -63,8 +63,8 @@ def test_layers_are_near_fp64_and_own_kernels(scaling: Any, changes: Any, kept: 
     if not has(scaling) or (scaling == "blockwise" and "margin" in changes):
         pytest.skip("not there")
     recipe, given = Fp8Recipe(scaling=scaling, **changes), tensors(tokens)
-    state = DelayedScaling(["a"], recipe, torch.device("cuda")) if scaling == "delayed" else None
-    scales = None if state is None else state.scales(0)
+    state = DelayedScaling({"a": LINEAR}, recipe, torch.device("cuda")) if scaling == "delayed" else None
+    scales = None if state is None else state.scales("a")
 
     def te() -> list[Tensor]:
         cast = te_cast_weight(given[1], recipe, scales, None) if kept else None

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from tiers import extra
 from tiny_run import final_hashes, tiny_config
 
-from stoker.kernels.fp8.delayed_scaling import DelayedScaling
+from stoker.kernels.fp8.delayed_scaling import LINEAR, DelayedScaling
 from stoker.kernels.fp8.linear import fp8_linear
 from stoker.kernels.fp8.recipe import Fp8Recipe
 from stoker.kernels.fp8.te_linear import te_cast_weight, te_linear
@@ -90,10 +90,10 @@ def test_blocks_of_weights_and_tiles_of_the_rest(te: None) -> None:
 
 def states(amaxes: list[float], **changes: Any) -> list[float]:
     """Return the scale of an input after each step, of which these are the amaxes."""
-    state = DelayedScaling(["a"], Fp8Recipe(scaling="delayed", **changes), CPU)
+    state = DelayedScaling({"a": LINEAR}, Fp8Recipe(scaling="delayed", **changes), CPU)
     found: list[float] = []
     for step, amax in enumerate(amaxes):
-        state.scales(0).amax[0] = max(float(state.scales(0).amax[0]), amax)
+        state.scales("a").amax[0] = max(float(state.scales("a").amax[0]), amax)
         state.update(step)
         found.append(float(state.scale[0]))
     return found
@@ -148,7 +148,7 @@ def test_weights_are_cast_with_the_scales_of_the_step(te: None, changes: dict[st
     state = build_delayed_scaling(model, CPU)
     assert state is not None
     layers: list[Any] = list(fp8_modules(model).values())
-    assert len(layers) == len(state.names) == 2 * 4
+    assert len(layers) == len(state.tensors()) // 2 == 2 * 4
     casts = []
     for step in range(2):
         cast_fp8_weights(layers)
