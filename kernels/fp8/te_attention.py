@@ -97,7 +97,6 @@ class _Fp8Attention(torch.autograd.Function):
             fused.FusedAttnBackend["FP8"],
             s_quantizer=_quantizer(WEIGHTS, recipe, scales, amax),
             o_quantizer=_quantizer(OUTPUT, recipe, scales, amax),
-            cuda_graph=torch.cuda.is_current_stream_capturing(),
             **call,
         )
         torch.maximum(scales.amax, amax, out=scales.amax)
@@ -131,7 +130,6 @@ class _Fp8Attention(torch.autograd.Function):
             do_format="bshd",
             dqkv_layout="bshd_bshd_bshd",
             deterministic=ctx.deterministic,
-            cuda_graph=torch.cuda.is_current_stream_capturing(),
             **ctx.call,
         )
         torch.maximum(scales.amax, amax, out=scales.amax)
