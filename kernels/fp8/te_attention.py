@@ -28,7 +28,6 @@ output; its gradient; the gradient of the scores; those of queries, keys and val
 """
 ATTENTION: tuple[Pass, ...] = ("forward",) * 3 + ("backward",) * 3
 """The pass in which each of them is cast, which decides on its format."""
-_LAYOUT = {"qkv_layout": "bshd_bshd_bshd", "o_format": "bshd", "qkv_scale_inv_format": None}
 
 
 @dataclass(eq=False)
@@ -53,15 +52,23 @@ class TEFp8Attention:
             ValueError: an option besides scale and causal mask, or a causal mask over unequal lengths.
             RuntimeError: there is no state of the scales.
         """
-        if options := inputs.given_options():
-            raise ValueError(f"`{options[0]}` must not be given to attention in fp8; use fp8_dot_product_attention=false.")
+        if given := inputs.given_options():
+            raise ValueError(
+                f"`{given[0]}` must not be given to attention in fp8; use fp8_dot_product_attention=false."
+            )
         if inputs.causal and inputs.queries != inputs.keys:
             raise ValueError(f"`causal` needs as many keys ({inputs.keys}) as queries ({inputs.queries}) in fp8.")
         if self.scales is None:
             raise RuntimeError("delayed scaling has no state: call `models.fp8.build_delayed_scaling` after building")
         deterministic = self.deterministic or torch.are_deterministic_algorithms_enabled()
-        options = {"scale": inputs.scale, "causal": inputs.causal, "deterministic": deterministic}
-        output: Any = _Fp8Attention.apply(*inputs[:3], self.recipe, self.scales, options)
+        options = {
+            "qkv_layout": "bshd_bshd_bshd",
+            "o_format": "bshd",
+            "attn_scale": inputs.scale,
+            "attn_mask_type": "causal" if inputs.causal else "no_mask",
+            "window_size": (-1, 0 if inputs.causal else -1),
+        }
+        output: Any = _Fp8Attention.apply(*inputs[:3], self.recipe, self.scales, options, deterministic)
         return output
 
 
@@ -77,6 +84,7 @@ class _Fp8Attention(torch.autograd.Function):
         recipe: Fp8Recipe,
         scales: DelayedScales,
         options: dict[str, Any],
+        deterministic: bool,
     ) -> Tensor:
         cast = _quantizer(QKV, recipe, scales, scales.amax)
         inputs = [cast(each.contiguous()) for each in (q, k, v)]
@@ -84,9 +92,7 @@ class _Fp8Attention(torch.autograd.Function):
             torch.arange(0, (q.shape[0] + 1) * each.shape[1], each.shape[1], dtype=torch.int32, device=q.device)
             for each in (q, k)
         ]
-        call = _call(options)
-        amax = torch.zeros_like(scales.amax)  # of this call: the kernels overwrite it
-        fused = import_module("transformer_engine.pytorch.cpp_extensions.fused_attn")
+        amax, fused = torch.zeros_like(scales.amax), _fused_attention()
         output, saved = fused.fused_attn_fwd(
             True,
             q.shape[1],
@@ -97,14 +103,14 @@ class _Fp8Attention(torch.autograd.Function):
             fused.FusedAttnBackend["FP8"],
             s_quantizer=_quantizer(WEIGHTS, recipe, scales, amax),
             o_quantizer=_quantizer(OUTPUT, recipe, scales, amax),
-            **call,
+            **options,
         )
         torch.maximum(scales.amax, amax, out=scales.amax)
         result = output.dequantize(dtype=q.dtype)
         tensors, ctx.objects = transformer_engine().prepare_for_saving(*inputs, output)
         ctx.save_for_backward(*lengths, *saved, *tensors)
-        ctx.recipe, ctx.scales, ctx.call, ctx.lengths = recipe, scales, call, (q.shape[1], k.shape[1])
-        ctx.dtype, ctx.deterministic, ctx.num_saved = q.dtype, options["deterministic"], len(saved)
+        ctx.recipe, ctx.scales, ctx.options, ctx.lengths = recipe, scales, options, (q.shape[1], k.shape[1])
+        ctx.dtype, ctx.deterministic, ctx.num_saved = q.dtype, deterministic, len(saved)
         return result
 
     @staticmethod
@@ -113,8 +119,7 @@ class _Fp8Attention(torch.autograd.Function):
         first, second, *others = ctx.saved_tensors
         saved, tensors = others[: ctx.num_saved], others[ctx.num_saved :]
         inputs = transformer_engine().restore_from_saved(ctx.objects, tensors)
-        amax = torch.zeros_like(scales.amax)
-        fused = import_module("transformer_engine.pytorch.cpp_extensions.fused_attn")
+        amax, fused = torch.zeros_like(scales.amax), _fused_attention()
         found = fused.fused_attn_bwd(
             *ctx.lengths,
             first,
@@ -130,10 +135,10 @@ class _Fp8Attention(torch.autograd.Function):
             do_format="bshd",
             dqkv_layout="bshd_bshd_bshd",
             deterministic=ctx.deterministic,
-            **ctx.call,
+            **ctx.options,
         )
         torch.maximum(scales.amax, amax, out=scales.amax)
-        return *(each.dequantize(dtype=ctx.dtype) for each in found[:3]), None, None, None
+        return *(each.dequantize(dtype=ctx.dtype) for each in found[:3]), *(None,) * 4
 
 
 def _quantizer(operand: int, recipe: Fp8Recipe, scales: DelayedScales, amax: Tensor) -> Any:
@@ -145,11 +150,6 @@ def _quantizer(operand: int, recipe: Fp8Recipe, scales: DelayedScales, amax: Ten
     return quantizer
 
 
-def _call(options: dict[str, Any]) -> dict[str, Any]:
-    causal = options["causal"]
-    return {
-        **_LAYOUT,
-        "attn_scale": options["scale"],
-        "attn_mask_type": "causal" if causal else "no_mask",
-        "window_size": (-1, 0) if causal else (-1, -1),
-    }
+def _fused_attention() -> Any:
+    """Return TransformerEngine's calls of cuDNN's attention, which leave the amaxes of their own call."""
+    return import_module("transformer_engine.pytorch.cpp_extensions.fused_attn")

@@ -1,4 +1,5 @@
-"""The calls that `te_linear` and `te_attention` make to TransformerEngine, in plain PyTorch on a CPU: for what is called and with what.
+"""The calls of `te_linear` and `te_attention` to TransformerEngine, in plain PyTorch on a CPU: for what is called, with
+what.
 
 Casts round to fp8 with the scale that they are given and record the amax, and a GEMM needs the layouts that
 TransformerEngine's needs on Hopper. How TransformerEngine rounds and adds is for the tests on a GPU.
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 
 DTYPES = {"kFloat8E4M3": torch.float8_e4m3fn, "kFloat8E5M2": torch.float8_e5m2}
-LAYOUT = {"qkv_layout": "bshd_bshd_bshd", "o_format": "bshd", "qkv_scale_inv_format": None}
+LAYOUT = {"qkv_layout": "bshd_bshd_bshd", "o_format": "bshd"}
 quantizers: list[Any] = []
 """All that were made, oldest first."""
 

@@ -52,7 +52,7 @@ ATTENTION = f"{ATTENTION_KEY}=true"
         (["model.fp8_params=true", "peft=lora", "model.fsdp=true"], "model.fp8_params", "not with `fsdp` (True)"),
         (["model.fp8_params=true", "peft=lora", "model.cpu_offloading=true"], "model.fp8_params", "`cpu_offloading`"),
         (["model.fp8_multi_head_attention=true"], "model.fp8_multi_head_attention", "refused: fp8 tensors between"),
-        ([ATTENTION], ATTENTION_KEY, "needs `transformer_engine` (True): stoker's own kernels have no attention in fp8"),
+        ([ATTENTION], ATTENTION_KEY, "needs `transformer_engine` (True): stoker's own kernels have no"),
         ([ATTENTION, TE, "model.attention_dropout=0.1"], ATTENTION_KEY, "`attention_dropout` (0.1) must be 0 with"),
         ([ATTENTION, TE, "model.fp8_recipe=blockwise"], ATTENTION_KEY, "cannot be combined with `fp8_recipe` (blockwi"),
         (

@@ -115,7 +115,7 @@ def _delayed(scalings: set[str]) -> str:
 
 
 def fp8_attention_is_possible(context: RuleContext) -> Iterator[Finding]:
-    """Attention in fp8 needs TransformerEngine, one of its recipes, and whole sequences; the device is checked later."""
+    """Attention in fp8 needs TransformerEngine, one of its recipes, whole sequences and no dropout."""
     keys, path = context.root.model, "model.fp8_dot_product_attention"
     if not keys.fp8 or not keys.fp8_dot_product_attention:
         return
