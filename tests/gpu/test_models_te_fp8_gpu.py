@@ -167,7 +167,7 @@ def test_runs_with_attention_in_fp8_are_near_bf16(tmp_path: Path, recipe: str, c
     settings = LLAMA | WIDE | TE | FP8_ATTENTION | changes | {"model__fp8_recipe": recipe}
     run_training(tiny_config(tmp_path / "fp8", **settings))
     log = (tmp_path / "fp8" / "run.log").read_text()
-    assert "linear layers and 1 attention, through TransformerEngine" in log
+    assert "linear layers and attention of 1 layer, through TransformerEngine" in log
     assert ("CUDA graph" in log) == ("model__compile" in changes)
     found, wanted = losses(tmp_path / "fp8"), losses(tmp_path / "bf16")
     assert found == pytest.approx(wanted, rel=3e-2)

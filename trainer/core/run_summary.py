@@ -99,7 +99,9 @@ def describe_fp8(run: ResolvedRun, model: LanguageModel, device: torch.device) -
     linear = sum(isinstance(module, nn.Linear) for module in modules)
     experts = f" and experts of {pluralize(len(modules) - linear, 'layer')}" if len(modules) > linear else ""
     cores = sum(getattr(module, "fp8_core", None) is not None for module in model.modules())
-    number = pluralize(linear, "linear layer") + experts + f" and {pluralize(cores, 'attention')}" * (cores > 0)
+    number = (
+        pluralize(linear, "linear layer") + experts + f" and attention of {pluralize(cores, 'layer')}" * (cores > 0)
+    )
     of = "" if all(all(each.layers) for each in slices) else f" of {sum(sum(each.layers) for each in slices)} layers"
     how = ", emulated on a CPU, slowly" if device.type == "cpu" else ""
     casts = "; weights are cast once a step" if run.keeps_fp8_casts else ""
