@@ -210,9 +210,9 @@ def test_attention_casts_six_tensors(te: None, changes: dict[str, Any], causal: 
     limits = torch.tensor([448.0] * 3 + [57344.0 if recipe.backward == "e5m2" else 448.0] * 3) / 2**recipe.margin
     assert torch.allclose(state.scale, limits / amax, rtol=0.1)
     run(attention)
-    q, k, v = (each.detach() / 2 for each in leaves)
+    q, k, v = ((each.detach() / 2).requires_grad_() for each in leaves)
     after = state.history[0].clone()
-    attention(AttentionInputs(q, k, v, causal=causal, softmax_scale=0.3))
+    attention(AttentionInputs(q, k, v, causal=causal, softmax_scale=0.3)).backward(upstream / 2)
     assert torch.equal(state.history[0], after), "the largest of all micro batches"
 
 
