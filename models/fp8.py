@@ -1,4 +1,4 @@
-"""fp8 matmuls: the plan that lets the linear layers of a model multiply in fp8, and the casts of their weights.
+"""fp8 matmuls: the plan that lets linear layers and attention multiply in fp8, and the casts of weights.
 
 Parameters keep their names and dtypes, and so do checkpoints. Embeddings, head, routers and adapters are left alone.
 """
@@ -11,10 +11,13 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from ..kernels.fp8.delayed_scaling import DelayedScaling
+from ..kernels.attention.backends.transformer_engine import TEAttention
+from ..kernels.fp8.delayed_scaling import LINEAR, DelayedScaling, Pass
+from ..kernels.fp8.te_attention import ATTENTION, TEFp8Attention
 from .config.fp8 import MULTIPLE, Fp8Slice
 from .config.stack import StackSlice
 from .layer import Layer
+from .layers.attention import Attention
 from .layers.fp8_linear import Fp8Linear, with_fp8
 from .layers.mlp import MLP
 from .moe.experts import Experts
@@ -41,7 +44,7 @@ def apply_fp8(
     context_parallel: ContextParallel | None = None,
     expert_parallel: ExpertParallel | None = None,
 ) -> None:
-    """Let the linear layers of attention and MLP, and experts, multiply in fp8 in training, in place.
+    """Let the linear layers of attention and MLP, experts and attention multiply in fp8 in training, in place.
 
     Args:
         stacks: stacks of a model on the meta device, split over the tensor-parallel ranks and with PEFT modules if it
@@ -71,12 +74,23 @@ def apply_fp8(
                         own = tensor if isinstance(linear, _Splits) else ()
                         replaced.fp8 = _product(part.fp8, (*own, *tokens), own)
                         setattr(module, name, replaced)
+                if isinstance(module, Attention) and part.fp8.attention:
+                    _multiply_in_fp8(module, part.fp8)
             experts = layer.mlp.experts if isinstance(layer.mlp, MoE) else None
             if type(experts) is Experts and not part.why_experts_without_fp8:
                 shared = tensor if tensor_parallel is not None and tensor_parallel.sequence else ()
                 groups = (*shared, *tokens, *owners)
                 up, down = (_product(part.fp8, groups, owners, experts=True) for _ in range(2))
                 experts.fp8 = up, down
+
+
+def _multiply_in_fp8(attention: Attention, fp8: Fp8Slice) -> None:
+    """Let an attention multiply in fp8 in training; the backend chosen for that serves layers that do not."""
+    chosen = attention.backends.get("training")  # none on the meta device
+    deterministic = isinstance(chosen, TEAttention) and chosen.deterministic
+    attention.fp8_core = TEFp8Attention(fp8.attention_recipe, deterministic)
+    if chosen is not None:
+        attention.backends["training"] = attention.fp8_core
 
 
 def _groups(ranks: TensorParallel | ContextParallel | ExpertParallel | None) -> tuple[str, ...]:
@@ -125,23 +139,27 @@ def fp8_modules(model: nn.Module) -> dict[str, nn.Module]:
 def build_delayed_scaling(
     model: nn.Module, device: torch.device, reduce: Callable[[Tensor], None] | None = None
 ) -> DelayedScaling | None:
-    """Give the linear layers of a model on its device the state of delayed scaling; return it, or None without.
+    """Give linear layers and attention of a model on its device the state of delayed scaling; None without.
 
     Args:
         model: from `build_model`.
         device: its device.
         reduce: maximum over the ranks with the same stages of the pipeline, in place; None for one.
     """
-    found = {name: module.fp8 for name, module in fp8_modules(model).items()}
-    products = {name: each for name, each in found.items() if isinstance(each, TEProduct)}
-    recipes = {each.recipe for each in products.values() if each.recipe.scaling == "delayed"}
-    if not recipes:
+    users: dict[str, TEProduct | TEFp8Attention] = {}
+    for name, module in model.named_modules():
+        user = module.fp8_core if isinstance(module, Attention) else getattr(module, "fp8", None)
+        if isinstance(user, TEProduct | TEFp8Attention) and user.recipe.scaling == "delayed":
+            users[name] = user
+    if not users:
         return None
-    (recipe,) = recipes
-    delayed = [name for name, each in products.items() if each.recipe.scaling == "delayed"]
-    state = DelayedScaling(delayed, recipe, device, reduce)
-    for index, name in enumerate(delayed):
-        products[name].scales = state.scales(index)
+    (recipe,) = {user.recipe for user in users.values()}
+    operands: dict[str, tuple[Pass, ...]] = {
+        name: LINEAR if isinstance(user, TEProduct) else ATTENTION for name, user in users.items()
+    }
+    state = DelayedScaling(operands, recipe, device, reduce)
+    for name, user in users.items():
+        user.scales = state.scales(name)
     return state
 
 

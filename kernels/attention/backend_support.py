@@ -35,6 +35,7 @@ SupportCheck = Callable[[AttentionCall, InstalledSoftware], "str | None"]
 MIN_SM, MAX_SM = (8, 0), (12, 1)  # architectures that PyTorch builds its flash and cuDNN kernels for
 MIN_TRITON = (3, 6)
 MIN_TE, TE_UPPER_BOUND = (2, 18), (3, 0)  # 2.18 brought NVTE_FLASH_ATTN_V2, _V3 and _V4
+MIN_TE_FP8 = (2, 20)  # first release whose quantizers, GEMM and fp8 attention are known to take these arguments
 MIN_FLASH_ATTN, FLASH_ATTN_UPPER_BOUND = (2, 7, 3), (2, 9, 0)  # 2.7.3 brought Blackwell; TransformerEngine needs it too
 HOPPER_HEAD_DIMS = (64, 128, 256)
 # the diagonal sums of a tile of keys have 2 R / 64 bands; for a larger R they are not small compared to K and V
@@ -320,6 +321,8 @@ def why_not_te_fused(call: AttentionCall, installed: InstalledSoftware) -> str |
     """Check cuDNN's fused attention through TransformerEngine."""
     if reason := _why_not_in_te(call, installed) or _gpu(call):
         return reason
+    if call.fp8:
+        return _why_not_te_fp8(call, installed)
     cudnn, sm = installed.cudnn or 0, call.capability or MIN_SM
     needed = 90700 if sm >= (10, 0) else 90300
     if cudnn < needed or cudnn in (91000, 91001):
@@ -361,6 +364,33 @@ def _why_not_te_fused_options(call: AttentionCall, cudnn: int, sm: tuple[int, in
         max_documents = call.batch * call.queries  # the actual number is known on the device only
         if call.packed and max_documents * call.heads * call.queries * call.keys >= 1 << 30:
             return "its deterministic backward pass needs too much workspace for this many packed tokens"
+    return None
+
+
+def _why_not_te_fp8(call: AttentionCall, installed: InstalledSoftware) -> str | None:
+    """Check `te_fused` in fp8, forward and backward (common/fused_attn/fused_attn.cpp)."""
+    cudnn, sm = installed.cudnn or 0, call.capability or MIN_SM
+    if installed.te is not None and installed.te < MIN_TE_FP8:
+        needed, found = map(format_version, (MIN_TE_FP8, installed.te))
+        return f"needs TransformerEngine {needed} for fp8, found {found}"
+    if not (9, 0) <= sm < (12, 0):
+        return f"multiplies in fp8 on sm_90 to sm_110 (Hopper, Blackwell of data centers), not {_sm(call)}"
+    if cudnn < 90700 or cudnn == 91000:
+        return f"needs cuDNN 90700 or later and not 91000 for fp8, found {installed.cudnn or 'none'}"
+    if call.head_dim != 128 and (sm < (10, 0) or call.head_dim > 128 or call.head_dim % 16):
+        widths = "heads 128 wide" if sm < (10, 0) else "head widths up to 128 that are multiples of 16"
+        return f"supports {widths} in fp8 on {_sm(call)}, not {call.head_dim}"
+    options = {
+        "a bias": call.bias != "none",
+        "packed documents": call.packed,
+        "a window": call.window is not None,
+        "dropout": bool(call.dropout),
+        "a causal mask over unequal lengths": call.causal and call.queries != call.keys,
+    }
+    if unsupported := [name for name, used in options.items() if used]:
+        return f"does not support {' or '.join(unsupported)} in fp8"
+    if call.deterministic and cudnn < (needed := 91900 if sm < (10, 0) else 91800):
+        return f"its backward pass in fp8 is deterministic from cuDNN {needed} on, found {cudnn}"
     return None
 
 

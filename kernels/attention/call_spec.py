@@ -81,6 +81,7 @@ class AttentionCall:
         training: gradients are needed.
         deterministic: results and gradients must be bitwise reproducible.
         split: other ranks compute other heads or tokens of the same attention.
+        fp8: multiplies in fp8, with scales of the caller's.
     """
 
     device: str
@@ -107,6 +108,7 @@ class AttentionCall:
     training: bool = False
     deterministic: bool = False
     split: bool = False
+    fp8: bool = False
 
     @property
     def bias_requires_grad(self) -> bool:
@@ -184,4 +186,6 @@ class AttentionCall:
             parts.append(f"dropout {self.dropout:g}")
         if self.deterministic:
             parts.append("deterministic")
+        if self.fp8:
+            parts.append("in fp8")
         return ", ".join(parts)

@@ -19,6 +19,8 @@ from .flags import AttentionFlags
 
 FAMILIES: tuple[BackendFamily, ...] = ("flash", "fused", "unfused")
 LARGE_SCORES_BYTES = 1 << 30
+FP8_BACKEND = "te_fused"
+"""The only backend that multiplies in fp8."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +79,10 @@ class BackendSelection:
     def supports_compile(self) -> bool:
         """True if torch.compile can trace the selected backend without a graph break."""
         return BACKENDS_BY_NAME[self.backend].supports_compile
+
+    def without_fp8(self) -> BackendSelection:
+        """Return the selection of a layer that multiplies in the dtype of the activations, by the same backend."""
+        return replace(self, call=replace(self.call, fp8=False)) if self.call.fp8 else self
 
     def table(self) -> str:
         """Format for the log: the call, one line per backend, then the notes."""
@@ -215,6 +221,8 @@ def _row(
         return BackendCandidate(name, family, False, "available only by name, with `attention_backend`")
     if removal := removed.get(family) or removed.get(name):
         return BackendCandidate(name, family, False, removal)
+    if call.fp8 and name != FP8_BACKEND:
+        return BackendCandidate(name, family, False, "does not multiply in fp8 (`fp8_dot_product_attention`)")
     reason = backend.why_not(call, installed)
     if reason is None and name == "triton" and call.device != "cuda" and requested != name:
         # interpreter mode is for tests: correct, but a thousand times slower than any other backend
@@ -276,6 +284,13 @@ def select_backend(
             del removed["unfused"]
             rows = tuple(_row(BACKENDS_BY_NAME[name], call, usable, requested, removed) for name in order)
             chosen, why = next((row for row in rows if row.accepted), None), f"{why}; {missing}"
+    if chosen is None and call.fp8:
+        reason = next(row.reason for row in rows if row.backend == FP8_BACKEND)
+        raise NoBackendError(
+            f"`fp8_dot_product_attention` (True) is not available in {FP8_BACKEND}, its only backend: {reason}; use "
+            "model.fp8_dot_product_attention=false.",
+            rows,
+        )
     if chosen is None:
         raise NoBackendError("\n".join([f"no attention backend for {call}:", *format_candidates(rows)]), rows)
     explained = why if requested == "auto" else f"requested by `attention_backend` ({requested})"

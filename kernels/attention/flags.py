@@ -25,7 +25,7 @@ SUPPORTED_FLAGS = (
 """Flags with the same effect as in TransformerEngine; all but the last two are on unless set to 0."""
 
 _IN_TE = "only TransformerEngine's own backends (te_flash, te_fused, te_unfused) read it"
-_FP8 = "it configures fp8 attention, which is not supported"
+_FP8 = "attention in fp8 (`fp8_dot_product_attention`) is forward and backward, with the scales of `model.fp8_*`"
 _LAYERS = "it configures TransformerEngine's layers, of which only the attention is used"
 _IGNORED_FLAGS = {
     "NVTE_FUSED_ATTN_BACKEND": "TransformerEngine itself no longer reads it since 2.16",

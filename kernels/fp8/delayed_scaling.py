@@ -9,24 +9,28 @@ forward and each backward pass instead.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .recipe import MAX_VALUE, Fp8Recipe
 
+Pass = Literal["forward", "backward"]
+
 INPUT, WEIGHT, GRADIENT = range(3)
 """Operands of a linear layer that have a scale: its input, its weight, the gradient of its output."""
+LINEAR: tuple[Pass, ...] = ("forward", "forward", "backward")
+"""The pass in which each of them is cast, which decides on its format."""
 
 
 class DelayedScales(NamedTuple):
-    """Views of the state of one linear layer, indexed by operand.
+    """Views of the state of one module, indexed by operand.
 
     Attributes:
-        scale: (3,) fp32, what values are multiplied by when they are cast.
-        amax: (3,) fp32, largest magnitude of each operand in this step so far.
+        scale: (operands,) fp32, what values are multiplied by when they are cast.
+        amax: (operands,) fp32, largest magnitude of each operand in this step so far.
     """
 
     scale: Tensor
@@ -34,46 +38,49 @@ class DelayedScales(NamedTuple):
 
 
 class DelayedScaling:
-    """State of all linear layers of a rank.
+    """State of all linear layers and attentions of a rank.
 
     Args:
-        names: names of the layers.
+        operands: for each module by name, the passes in which its operands are cast.
         recipe: recipe of all of them.
         device: device of the state.
         reduce: maximum over the ranks that hold parts of the same tensors, in place; None for one.
 
     Attributes:
-        scale: (3 layers,) fp32; 1 before the first step, as in TransformerEngine.
-        history: (`amax_history_len`, 3 layers) fp32: amaxes of the step at hand in the first row, of the last step in
+        scale: (operands of all modules,) fp32; 1 before the first step, as in TransformerEngine.
+        history: (`amax_history_len`, operands) fp32: amaxes of the step at hand in the first row, of the last step in
             the last one.
     """
 
     def __init__(
         self,
-        names: Sequence[str],
+        operands: Mapping[str, tuple[Pass, ...]],
         recipe: Fp8Recipe,
         device: torch.device,
         reduce: Callable[[Tensor], None] | None = None,
     ) -> None:
-        self.names = list(names)
         self.recipe = recipe
-        self.scale = torch.ones(3 * len(self.names), device=device)
-        self.history = torch.zeros(recipe.amax_history_len, 3 * len(self.names), device=device)
-        formats = recipe.forward, recipe.forward, recipe.backward
-        limits = [MAX_VALUE[format] * 2.0**-recipe.margin for format in formats]
-        self._limits = torch.tensor(limits * len(self.names), device=device)
+        passes: list[Pass] = []
+        self._places: dict[str, slice] = {}
+        for name, own in operands.items():
+            self._places[name] = slice(len(passes), len(passes) + len(own))
+            passes += own
+        self.scale = torch.ones(len(passes), device=device)
+        self.history = torch.zeros(recipe.amax_history_len, len(passes), device=device)
+        limits = [MAX_VALUE[recipe.forward if each == "forward" else recipe.backward] for each in passes]
+        self._limits = torch.tensor(limits, device=device) * 2.0**-recipe.margin
         self._reduce = reduce
 
-    def scales(self, index: int) -> DelayedScales:
-        """Return the views of a layer."""
-        own = slice(3 * index, 3 * index + 3)
-        return DelayedScales(self.scale[own], self.history[0, own])
+    def scales(self, name: str) -> DelayedScales:
+        """Return the views of a module."""
+        return DelayedScales(self.scale[self._places[name]], self.history[0, self._places[name]])
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the state as views, by name: `.scale` (3,) and `.amax_history` (3, `amax_history_len`) of layers."""
+        """Return the state as views, by name: `.scale` (operands,) and `.amax_history` (operands, `amax_history_len`)
+        of each module.
+        """
         found: dict[str, Tensor] = {}
-        for index, name in enumerate(self.names):
-            own = slice(3 * index, 3 * index + 3)
+        for name, own in self._places.items():
             found |= {f"{name}.scale": self.scale[own], f"{name}.amax_history": self.history[:, own].t()}
         return found
 

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..attention.backend_support import format_version, why_not_te
+from ..attention.backend_support import MIN_TE_FP8, format_version, why_not_te
 from ..attention.backends.transformer_engine import import_transformer_engine
 from ..attention.call_spec import InstalledSoftware
 from ..launch import disable_compile
@@ -25,8 +25,6 @@ from .quantize import Reduce, amaxes
 from .recipe import MAX_VALUE, Format, Fp8Recipe
 
 _DTYPES: dict[Format, str] = {"e4m3": "kFloat8E4M3", "e5m2": "kFloat8E5M2"}
-_MIN_RELEASE = (2, 20)
-"""First release whose GEMM and quantizers are known to take these arguments."""
 _MULTIPLE = 16
 """Multiple to which the tokens of an fp8 GEMM are padded."""
 
@@ -40,8 +38,8 @@ def check_transformer_engine(recipe: Fp8Recipe, installed: InstalledSoftware) ->
     """Raise ValueError if TransformerEngine's linear layers do not run on this machine, which has a GPU."""
     cure = "use transformer_engine=null" + " with fp8_recipe=tensorwise" * (recipe.scaling == "delayed")
     problem = why_not_te(installed)
-    if problem is None and installed.te is not None and installed.te < _MIN_RELEASE:
-        problem = f"needs TransformerEngine {format_version(_MIN_RELEASE)}, found {format_version(installed.te)}"
+    if problem is None and installed.te is not None and installed.te < MIN_TE_FP8:
+        problem = f"needs TransformerEngine {format_version(MIN_TE_FP8)}, found {format_version(installed.te)}"
     if problem is not None:
         raise ValueError(f"`fp8` (True) with `transformer_engine` (True) is not available: {problem}; {cure}.")
     if recipe.scaling != "blockwise":
@@ -54,7 +52,8 @@ def check_transformer_engine(recipe: Fp8Recipe, installed: InstalledSoftware) ->
         )
 
 
-def _te() -> Any:
+def transformer_engine() -> Any:
+    """Return `transformer_engine.pytorch`."""
     return sys.modules.get("transformer_engine.pytorch") or import_transformer_engine()
 
 
@@ -62,12 +61,16 @@ def _quantizer(
     values: Tensor, operand: int, recipe: Fp8Recipe, scales: DelayedScales | None, reduce: Reduce | None, columns: bool
 ) -> Any:
     """Return the quantizer of an operand: with the scale of its state, or one that follows from its values."""
-    te, kind = _te(), recipe.backward if operand == GRADIENT else recipe.forward
-    dtype = getattr(import_module("transformer_engine_torch").DType, _DTYPES[kind])
+    kind = recipe.backward if operand == GRADIENT else recipe.forward
     if recipe.scaling == "blockwise":
         blocks = 2 if operand == WEIGHT else 1
-        options = {"block_scaling_dim": blocks, "force_pow_2_scales": recipe.power_of_two}
-        return te.Float8BlockQuantizer(fp8_dtype=dtype, rowwise=True, columnwise=columns, **options)
+        return transformer_engine().Float8BlockQuantizer(
+            fp8_dtype=_dtype(kind),
+            rowwise=True,
+            columnwise=columns,
+            block_scaling_dim=blocks,
+            force_pow_2_scales=recipe.power_of_two,
+        )
     if recipe.scaling == "delayed":
         if scales is None:
             raise RuntimeError("delayed scaling has no state: call `models.fp8.build_delayed_scaling` after building")
@@ -75,7 +78,23 @@ def _quantizer(
     else:
         found = amaxes(values, "tensor", columns=False, reduce=reduce)[0]
         scale, amax = MAX_VALUE[kind] * 2.0**-recipe.margin / found.clamp(min=2.0**-100), found
-    return te.Float8Quantizer(scale, amax, dtype, rowwise=True, columnwise=columns)
+    return float8_quantizer(scale, amax, kind, columns=columns)
+
+
+def float8_quantizer(scale: Tensor, amax: Tensor, kind: Format, *, columns: bool) -> Any:
+    """Return a quantizer to this format.
+
+    Args:
+        scale: (1,) fp32, what values are multiplied by.
+        amax: (1,) fp32, in which a cast leaves the largest magnitude of its values, if that is larger.
+        kind: format.
+        columns: cast the transpose too.
+    """
+    return transformer_engine().Float8Quantizer(scale, amax, _dtype(kind), rowwise=True, columnwise=columns)
+
+
+def _dtype(kind: Format) -> Any:
+    return getattr(import_module("transformer_engine_torch").DType, _DTYPES[kind])
 
 
 def _cast(
@@ -120,7 +139,7 @@ class _TELinear(torch.autograd.Function):
         if columns:
             rows.update_usage(rowwise_usage=False, columnwise_usage=True)
             kept = rows
-        tensors, ctx.objects = _te().prepare_for_saving(kept)
+        tensors, ctx.objects = transformer_engine().prepare_for_saving(kept)
         ctx.save_for_backward(weight if needs_inputs and cast is None else None, *tensors)
         ctx.recipe, ctx.scales, ctx.cast, ctx.reduce, ctx.weight_reduce = recipe, scales, cast, reduce, weight_reduce
         ctx.dtypes = inputs.dtype, weight.dtype
@@ -141,7 +160,7 @@ class _TELinear(torch.autograd.Function):
                 cast = _cast(weight, WEIGHT, recipe, ctx.scales, ctx.weight_reduce, columns=True)
             input_gradient = _multiply(cast, rows, "NN", input_dtype, **options)
         if needs_weight:
-            (inputs,) = _te().restore_from_saved(ctx.objects, saved)
+            (inputs,) = transformer_engine().restore_from_saved(ctx.objects, saved)
             if columns:
                 weight_gradient = _multiply(inputs, rows, "NT", weight_dtype, **options)
             else:

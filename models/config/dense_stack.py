@@ -129,6 +129,7 @@ class AttentionSlice:
         transformer_engine: True to prefer TransformerEngine, False to exclude it, None for either.
         masked_softmax_fusion: unfused attention may use the fused softmax.
         split: other ranks have other heads.
+        fp8: training multiplies in fp8, in layers whose linear layers do.
     """
 
     heads: int
@@ -150,6 +151,7 @@ class AttentionSlice:
     transformer_engine: bool | None
     masked_softmax_fusion: bool
     split: bool = False
+    fp8: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,8 +182,10 @@ class MLPSlice:
         return self.nonlinearity.startswith(OWN_ACTIVATION)
 
 
-def attention_slice(keys: DenseStackKeys, *, causal: bool, max_length: int | None = None) -> AttentionSlice:
-    """Resolve the self-attention, for sequences of up to `max_length` tokens (None: any)."""
+def attention_slice(
+    keys: DenseStackKeys, *, causal: bool, max_length: int | None = None, fp8: bool = False
+) -> AttentionSlice:
+    """Resolve the self-attention, in `fp8` or not, for sequences of up to `max_length` tokens (None: any)."""
     head_dim = head_dim_of(keys)
     return AttentionSlice(
         heads=keys.num_attention_heads,
@@ -202,6 +206,7 @@ def attention_slice(keys: DenseStackKeys, *, causal: bool, max_length: int | Non
         backend=keys.attention_backend,
         transformer_engine=keys.transformer_engine,
         masked_softmax_fusion=keys.masked_softmax_fusion,
+        fp8=fp8,
     )
 
 

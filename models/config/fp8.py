@@ -31,12 +31,13 @@ class Fp8Keys(ConfigBlock):
     former steps, through TransformerEngine only (`transformer_engine: True`). null: `delayed` with
     `transformer_engine: True`, as in NeMo, else `tensorwise`. Megatron's key."""
     fp8_interval: int = Field(1, ge=1)
-    """With `fp8_recipe: delayed`: steps between new scales; amaxes of those between count."""
+    """With `fp8_recipe: delayed` or `fp8_dot_product_attention`: steps between new scales; amaxes of those between
+    count."""
     fp8_amax_history_len: int = Field(1024, ge=1)
-    """With `fp8_recipe: delayed`: number of the last updates whose amaxes are kept."""
+    """With `fp8_recipe: delayed` or `fp8_dot_product_attention`: number of the last updates whose amaxes are kept."""
     fp8_amax_compute_algo: AmaxAlgorithm = "max"
-    """With `fp8_recipe: delayed`: scales follow from the largest of the amaxes that are kept (`max`), or from that of
-    the last update (`most_recent`)."""
+    """With `fp8_recipe: delayed` or `fp8_dot_product_attention`: scales follow from the largest of the amaxes that are
+    kept (`max`), or from that of the last update (`most_recent`)."""
     fp8_margin: int = Field(0, ge=0, le=8)
     """With `fp8`: scales are 2^margin times larger, which leaves headroom below the largest fp8 value."""
     fp8_wgrad: bool = True
@@ -50,6 +51,11 @@ class Fp8Keys(ConfigBlock):
     """With `fp8` and a PEFT scheme whose weights are all frozen: keep the weights of the linear layers that multiply in
     fp8 as their casts alone, a byte per weight (rowwise two); validation multiplies with these values. Weights that are
     trained stay in their dtype."""
+    fp8_dot_product_attention: bool = False
+    """With `fp8` and `transformer_engine: True`: attention multiplies in fp8 too in training, forward and backward, by
+    cuDNN's kernels through TransformerEngine, with delayed scales whatever the recipe. An error where these have no
+    such attention: before Hopper, for heads that are not 128 wide on Hopper, with packed documents, padding, a bias, a
+    window, a softcap, attention sinks or dropout."""
     first_last_layers_bf16: bool = False
     """With `fp8`: multiply in the run's precision in the first and last layers of each stack. Megatron's key."""
     num_layers_at_start_in_bf16: int = Field(1, ge=0)
@@ -68,6 +74,7 @@ class Fp8Slice:
         reduce_amax: ranks that hold parts of a tensor take the scale of the whole.
         keeps_weights: frozen weights of linear layers are kept in fp8 alone.
         transformer_engine: `transformer_engine` is True.
+        attention: attention multiplies in fp8 too.
     """
 
     recipe: Fp8Recipe
@@ -75,6 +82,7 @@ class Fp8Slice:
     reduce_amax: bool
     keeps_weights: bool = False
     transformer_engine: bool = False
+    attention: bool = False
 
     @property
     def uses_transformer_engine(self) -> bool:
@@ -91,6 +99,16 @@ class Fp8Slice:
         if self.recipe.scaling == "blockwise" and self.recipe.margin:
             return "TransformerEngine's blockwise scaling has no margin (`fp8_margin`)"
         return ""
+
+    @property
+    def attention_recipe(self) -> Fp8Recipe:
+        """Recipe of attention, whose scales are delayed in every recipe."""
+        return replace(self.recipe, scaling="delayed")
+
+    @property
+    def keeps_scales(self) -> bool:
+        """True if scales of former steps are used, which checkpoints hold."""
+        return self.attention or self.recipe.scaling == "delayed"
 
     @property
     def expert_recipe(self) -> Fp8Recipe:
@@ -134,6 +152,7 @@ def fp8_slice(keys: Fp8Keys, num_layers: int, transformer_engine: bool | None = 
         reduce_amax=keys.reduce_amax,
         keeps_weights=keys.fp8_params,
         transformer_engine=bool(transformer_engine),
+        attention=keys.fp8_dot_product_attention,
     )
 
 

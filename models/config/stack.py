@@ -125,7 +125,7 @@ class StackSlice:
 def stack_slice(keys: StackKeys, fp8: Fp8Keys, *, causal: bool, positions: int) -> StackSlice:
     """Resolve a stack, of a T5 or not, for sequences of up to `positions` tokens, with the model's `fp8` keys."""
     scaled = keys.init_method_std / math.sqrt(2 * keys.num_layers)
-    moe = moe_slice(keys)
+    moe, in_fp8 = moe_slice(keys), fp8_slice(fp8, keys.num_layers, keys.transformer_engine)
     return StackSlice(
         num_layers=keys.num_layers,
         hidden_size=keys.hidden_size,
@@ -135,6 +135,7 @@ def stack_slice(keys: StackKeys, fp8: Fp8Keys, *, causal: bool, positions: int) 
             keys,
             causal=causal,
             max_length=positions if keys.position_embedding_type in BOUNDED_POSITION_TYPES else None,
+            fp8=in_fp8 is not None and in_fp8.attention,
         ),
         rotary=rotary_slice(keys, positions=positions),
         norm=norm_slice(keys),
@@ -144,7 +145,7 @@ def stack_slice(keys: StackKeys, fp8: Fp8Keys, *, causal: bool, positions: int) 
         output_init_std=scaled if keys.use_scaled_init_method else keys.init_method_std,
         recompute=recompute_slice(keys, with_experts=moe.layers if moe else ()),
         offload=offload_slice(keys),
-        fp8=fp8_slice(fp8, keys.num_layers, keys.transformer_engine),
+        fp8=in_fp8,
         fp32_residual=keys.fp32_residual_connection,
     )
 

@@ -74,6 +74,7 @@ def attention_calls(
             dropout=attention.dropout if training else 0.0,
             split=attention.split,
             training=training,
+            fp8=attention.fp8 and training,
         )
 
     return {

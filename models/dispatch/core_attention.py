@@ -21,6 +21,7 @@ class CoreMemory(NamedTuple):
 
     Attributes:
         inputs: saved copies of queries, keys and values; None if it saves these as projected.
+        output: saved copy of the output; 0 if it saves the output itself, or none.
         log_sum_exp: saved log-sum-exps of the scores.
         scores: saved scores, or bias of the scores.
         working: working memory of the backward pass besides the gradients of its inputs.
@@ -30,11 +31,13 @@ class CoreMemory(NamedTuple):
     log_sum_exp: int
     scores: int
     working: int
+    output: int = 0
 
     def shared_by(self, ranks: int) -> CoreMemory:
         """Return the share of one of these context-parallel ranks, each with its queries or its heads."""
         inputs = None if self.inputs is None else self.inputs // ranks
-        return CoreMemory(inputs, self.log_sum_exp // ranks, self.scores // ranks, self.working // ranks)
+        others = self.log_sum_exp, self.scores, self.working, self.output
+        return CoreMemory(inputs, *(each // ranks for each in others))
 
 
 def attended_pairs(attention: AttentionSlice, queries: int, keys: int) -> float:
@@ -62,8 +65,12 @@ def core_memory(attention: AttentionSlice, decision: BackendSelection, itemsize:
     call = decision.call
     bias = call.dense_bias_bytes if BACKENDS_BY_NAME[decision.backend].needs_dense_bias(call) else 0
     accumulator = call.batch * call.queries * attention.heads * attention.head_dim * 4
-    inputs = None
-    if decision.backend == "sdpa_efficient" and attention.groups < attention.heads:
+    inputs, output = None, 0
+    if call.fp8:  # gradients and those of the inputs leave the kernels in fp8
+        output = call.batch * call.queries * attention.heads * attention.head_dim
+        inputs = output + 2 * call.batch * call.keys * attention.groups * attention.head_dim
+        accumulator += inputs + output
+    elif decision.backend == "sdpa_efficient" and attention.groups < attention.heads:
         # keys and values repeated for all heads, so that the projections are not needed
         inputs = 2 * call.batch * call.keys * attention.heads * attention.head_dim * itemsize
     return CoreMemory(
@@ -71,6 +78,7 @@ def core_memory(attention: AttentionSlice, decision: BackendSelection, itemsize:
         log_sum_exp=call.batch * call.queries * attention.heads * 4,
         scores=bias,
         working=bias + (accumulator if decision.backend in _FP32_DQ_ACCUMULATOR else 0),
+        output=output,
     )
 
 

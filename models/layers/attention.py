@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ...kernels.attention.backends.registry import AttentionFunction, draws_from_keys
+from ...kernels.fp8.te_attention import TEFp8Attention
 from ..config.dense_stack import AttentionSlice, SoftmaxType
 from ..config.stack import StackSlice
 from ..dispatch.attention_calls import CallKind
@@ -68,9 +69,11 @@ class Attention(RecomputableModule):
 
     Attributes:
         first_head: place of the first query head among those of all tensor-parallel ranks.
+        fp8_core: attention function of training in fp8; None in the dtype of the activations.
     """
 
     first_head: int = 0
+    fp8_core: TEFp8Attention | None = None
 
     def __init__(
         self, hidden_size: int, projections: Mapping[str, int], **arguments: Unpack[AttentionArguments]

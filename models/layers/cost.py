@@ -184,8 +184,15 @@ class StackInputs:
 
     def with_layer(self, *, is_fp8: bool) -> StackInputs:
         """Return the inputs of a layer, whose linear layers multiply in fp8 or not."""
-        fp8 = self.stack.fp8
-        return replace(self, fp8=fp8.recipe if is_fp8 and fp8 is not None else None)
+        fp8, cross = self.stack.fp8, self.cross_attention
+        if is_fp8 and fp8 is not None:
+            return replace(self, fp8=fp8.recipe)
+        return replace(
+            self,
+            fp8=None,
+            attention=self.attention.without_fp8(),
+            cross_attention=None if cross is None else cross.without_fp8(),
+        )
 
     @property
     def agrees_on_amaxes(self) -> bool:

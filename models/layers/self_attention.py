@@ -285,9 +285,11 @@ def attention_memory(
     core = core_memory(attention, decision, widths.compute, compiled=compiled).shared_by(inputs.mesh.context)
     kept = projected + copies if core.inputs is None else core.inputs
     recompute_inputs = freed = 0
-    if decision.saves_scores:
-        if attention.qk_norm and (compiled or _qk_norm_saves_input(inputs.stack, widths)):
-            kept += projected  # input of the QK norm; the copies in matmul layout are of its output
+    norm_input = projected if attention.qk_norm and (compiled or _qk_norm_saves_input(inputs.stack, widths)) else 0
+    if decision.call.fp8:
+        kept += norm_input
+    elif decision.saves_scores:
+        kept += norm_input  # the copies in matmul layout are of the norm's output
         # recomputed from q, k and v as projected, not from the copies in the layout and dtype of the matmuls
         recompute_inputs = projected + copies - kept
         freed = min(recompute_inputs, 0)  # these copies exist again in the backward pass
@@ -296,26 +298,25 @@ def attention_memory(
             freed = core.working // 2  # the gradient of the attention weights is never materialized
     elif core.inputs is not None:
         kept += copies
+    saves_output = not decision.saves_scores and not core.output
+    outputs = _output_inputs(attention, inputs, q_bytes, saves_output=saves_output)
     saved = [
         SavedTensors("attention", kept + qk_norms),
         SavedTensors("attention", 2 * k_bytes * _gathered_key_ranks(inputs)),
         SavedTensors("attention", core.log_sum_exp),
         SavedTensors("scores", core.scores, "core_attention" if decision.saves_scores else None),
-        *_output_inputs(attention, inputs, q_bytes, attention_saves_it=not decision.saves_scores),
+        *(SavedTensors("attention", each) for each in (*outputs, core.output)),
     ]
     working = 2 * q_bytes + 2 * k_bytes + q_bytes + core.working + _exchanged_bytes(inputs, q_bytes, k_bytes)
     return PartMemory(tuple(each for each in saved if each.num_bytes), working, working - freed, recompute_inputs)
 
 
-def _output_inputs(
-    attention: AttentionSlice, inputs: StackInputs, q_bytes: int, *, attention_saves_it: bool
-) -> list[SavedTensors]:
-    """Return what is saved of the output of the core and of the input of the output projection, often the same."""
-    if not inputs.saves_fp8:
-        return [SavedTensors("attention", q_bytes)] * (2 if attention.head_scale else 1)
-    cast = inputs.saved_input_bytes(inputs.tokens, attention.heads * attention.head_dim)
-    needed = attention_saves_it or attention.head_scale
-    return [SavedTensors("attention", cast), *[SavedTensors("attention", q_bytes)] * needed]
+def _output_inputs(attention: AttentionSlice, inputs: StackInputs, q_bytes: int, *, saves_output: bool) -> list[int]:
+    """Return the bytes saved of the output of the core, which the core may save too, and of the input of the output
+    projection, often the same.
+    """
+    whole = attention.head_scale or (saves_output and inputs.saves_fp8)
+    return [inputs.saved_input_bytes(inputs.tokens, attention.heads * attention.head_dim), q_bytes * whole]
 
 
 def _gathered_key_ranks(inputs: StackInputs) -> int:

@@ -1,4 +1,5 @@
-"""The calls that `te_linear` makes to TransformerEngine, in plain PyTorch on a CPU: for what is called and with what.
+"""The calls of `te_linear` and `te_attention` to TransformerEngine, in plain PyTorch on a CPU: for what is called, with
+what.
 
 Casts round to fp8 with the scale that they are given and record the amax, and a GEMM needs the layouts that
 TransformerEngine's needs on Hopper. How TransformerEngine rounds and adds is for the tests on a GPU.
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 DTYPES = {"kFloat8E4M3": torch.float8_e4m3fn, "kFloat8E5M2": torch.float8_e5m2}
+LAYOUT = {"qkv_layout": "bshd_bshd_bshd", "o_format": "bshd"}
 quantizers: list[Any] = []
 """All that were made, oldest first."""
 
@@ -28,6 +30,10 @@ class Cast:
     def __init__(self, values: Tensor, columns: bool) -> None:
         self.values: Tensor | None = values
         self.rows, self.columns = True, columns
+
+    def dequantize(self, *, dtype: torch.dtype) -> Tensor:
+        assert self.values is not None
+        return self.values.to(dtype)
 
     def update_usage(self, *, rowwise_usage: bool, columnwise_usage: bool) -> None:
         assert not columnwise_usage or self.columns
@@ -43,13 +49,18 @@ class Float8Quantizer:
 
     def __call__(self, values: Tensor) -> Cast:
         assert values.is_contiguous()
-        assert values.shape[0] % 16 == values.shape[1] % 16 == 0
+        assert values.dim() == 4 or values.shape[0] % 16 == values.shape[1] % 16 == 0
         return Cast(self._round(values), self.columnwise)
 
     def update_quantized(self, values: Tensor, out: Cast) -> Cast:
         assert out.values is not None
         out.values.copy_(self._round(values))
         return out
+
+    def overwrite(self, values: Tensor) -> Tensor:
+        """Round as the attention kernels do, which leave the amax of their call."""
+        self.amax.zero_()
+        return self._round(values)
 
     def _round(self, values: Tensor) -> Tensor:
         self.amax.copy_(torch.maximum(self.amax, values.abs().max().float()))
@@ -80,24 +91,115 @@ def general_gemm(
     return ((left @ (first.values.t() if layout[0] == "T" else first.values)).to(out_dtype),)
 
 
-def prepare_for_saving(value: Any) -> tuple[list[Tensor | None], list[Any]]:
-    if not isinstance(value, Cast):
-        return [value], [None]
-    data, value.values = value.values, None
-    return [data], [value]
+def fused_attn_fwd(
+    is_training: bool,
+    queries: int,
+    keys: int,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_kv: Tensor,
+    q: Cast,
+    k: Cast,
+    v: Cast,
+    dtype: torch.dtype,
+    backend: str,
+    *,
+    s_quantizer: Float8Quantizer,
+    o_quantizer: Float8Quantizer,
+    attn_scale: float,
+    attn_mask_type: str,
+    **options: Any,
+) -> tuple[Cast, list[Tensor]]:
+    assert is_training
+    assert backend == "FP8"
+    assert options == LAYOUT | {"window_size": (-1, 0 if attn_mask_type == "causal" else -1)}
+    for lengths, length in ((cu_seqlens_q, queries), (cu_seqlens_kv, keys)):
+        assert lengths.tolist() == [length * row for row in range(len(lengths))]
+        assert lengths.dtype == torch.int32
+    _, _, values, weights = _weights(q, k, v, attn_scale, attn_mask_type == "causal")
+    output = s_quantizer.overwrite(weights) @ values
+    return Cast(o_quantizer.overwrite(output.transpose(1, 2)), False), [weights, torch.zeros(2)]
+
+
+def fused_attn_bwd(
+    queries: int,
+    keys: int,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_kv: Tensor,
+    q: Cast,
+    k: Cast,
+    v: Cast,
+    output: Cast,
+    gradient: Cast,
+    dtype: torch.dtype,
+    saved: list[Tensor],
+    backend: str,
+    *,
+    s_quantizer: Float8Quantizer,
+    dp_quantizer: Float8Quantizer,
+    dqkv_quantizer: Float8Quantizer,
+    attn_scale: float,
+    attn_mask_type: str,
+    do_format: str,
+    dqkv_layout: str,
+    deterministic: bool,
+    **options: Any,
+) -> list[Any]:
+    assert backend == "FP8"
+    assert options == LAYOUT | {"window_size": (-1, 0 if attn_mask_type == "causal" else -1)}
+    assert (do_format, dqkv_layout, len(saved)) == ("bshd", "bshd_bshd_bshd", 2)
+    assert output.values is not None
+    assert gradient.values is not None
+    query, key, value, weights = _weights(q, k, v, attn_scale, attn_mask_type == "causal")
+    upstream, groups = gradient.values.transpose(1, 2), len(query[0]) // heads_of(k)
+    summed = (upstream * output.values.transpose(1, 2)).sum(-1, keepdim=True)
+    scores = dp_quantizer.overwrite(weights * (upstream @ value.transpose(2, 3) - summed))
+    found = [
+        attn_scale * scores @ key,
+        attn_scale * scores.transpose(2, 3) @ query,
+        s_quantizer.overwrite(weights).transpose(2, 3) @ upstream,
+    ]
+    found[1:] = [each.unflatten(1, (-1, groups)).sum(2) for each in found[1:]]
+    dqkv_quantizer.amax.zero_()  # one for all three
+    return [*(Cast(dqkv_quantizer._round(each.transpose(1, 2)), False) for each in found), None, None]
+
+
+def heads_of(tensor: Cast) -> int:
+    assert tensor.values is not None
+    return tensor.values.shape[2]
+
+
+def _weights(q: Cast, k: Cast, v: Cast, scale: float, causal: bool) -> list[Tensor]:
+    """Return queries, keys and values of all heads (batch, heads, tokens, width), and the attention weights."""
+    found = []
+    for each in (q, k, v):
+        assert each.values is not None
+        heads = each.values.transpose(1, 2)
+        found.append(heads.repeat_interleave(heads_of(q) // heads.shape[1], 1))
+    scores = scale * found[0] @ found[1].transpose(2, 3)
+    if causal:
+        scores = scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1), float("-inf"))
+    return [*found, scores.softmax(-1)]
+
+
+def prepare_for_saving(*values: Any) -> tuple[list[Tensor | None], list[Any]]:
+    tensors = [value.values if isinstance(value, Cast) else value for value in values]
+    objects = [value if isinstance(value, Cast) else None for value in values]
+    for value in objects:
+        if value is not None:
+            value.values = None
+    return tensors, objects
 
 
 def restore_from_saved(objects: list[Any], saved: list[Tensor]) -> list[Any]:
-    (value,), (data,) = objects, saved
-    if value is None:
-        return [data]
-    value.values = data
-    return [value]
+    for value, data in zip(objects, saved, strict=True):
+        if value is not None:
+            value.values = data
+    return [data if value is None else value for value, data in zip(objects, saved, strict=True)]
 
 
 def install(patch: Callable[[Any, str, Any], None] = setattr, item: Callable[..., None] = dict.__setitem__) -> None:
-    """Let `te_linear` find this in place of TransformerEngine, on a CPU."""
-    from stoker.kernels.attention import installed_software
+    """Let `te_linear` and `te_attention` find this in place of TransformerEngine, on a CPU."""
+    from stoker.kernels.attention import backend_support, installed_software
     from stoker.kernels.fp8 import te_linear
     from stoker.models import build
     from stoker.models.parallel import fp8
@@ -111,6 +213,13 @@ def install(patch: Callable[[Any, str, Any], None] = setattr, item: Callable[...
     item(sys.modules, "transformer_engine", parent)
     item(sys.modules, "transformer_engine.pytorch", package)
     item(sys.modules, "transformer_engine.pytorch.cpp_extensions", SimpleNamespace(general_gemm=general_gemm))
+    fused = SimpleNamespace(
+        fused_attn_fwd=fused_attn_fwd, fused_attn_bwd=fused_attn_bwd, FusedAttnBackend={"FP8": "FP8"}
+    )
+    item(sys.modules, "transformer_engine.pytorch.cpp_extensions.fused_attn", fused)
+    te_fused = backend_support.BACKENDS_BY_NAME["te_fused"]
+    on_cpu = replace(te_fused, why_not=lambda call, found: None if call.fp8 else te_fused.why_not(call, found))
+    item(backend_support.BACKENDS_BY_NAME, "te_fused", on_cpu)
     names = SimpleNamespace(**{name: name for name in DTYPES})
     item(sys.modules, "transformer_engine_torch", SimpleNamespace(DType=names))
     for module in (te_linear, fp8):

@@ -21,7 +21,7 @@ from stoker.kernels.attention.backends.unfused import UnfusedAttention
 from stoker.kernels.attention.call_spec import AttentionCall, InstalledSoftware
 from stoker.kernels.attention.dispatch import select_backend
 from stoker.kernels.attention.flags import AttentionFlags
-from stoker.kernels.fp8.delayed_scaling import DelayedScaling
+from stoker.kernels.fp8.delayed_scaling import LINEAR, DelayedScaling
 from stoker.models.config.stack import StackKeys
 from stoker.models.gpt import GPT
 from stoker.models.layer import Layer
@@ -99,10 +99,10 @@ def delayed_scales(harness: ConfigHarness, changes: Changes) -> Any:
     """Scale of an input after each of three steps with smaller amaxes, in delayed scaling."""
     stack = resolve_run(harness.root(changes)).family.stacks[0]
     assert stack.fp8 is not None
-    state = DelayedScaling(["layer"], stack.fp8.recipe, CPU)
+    state = DelayedScaling({"layer": LINEAR}, stack.fp8.recipe, CPU)
     found: list[float] = []
     for step, amax in enumerate((4.0, 1.0, 2.0)):
-        state.scales(0).amax[0] = amax
+        state.scales("layer").amax[0] = amax
         state.update(step)
         found.append(float(state.scale[0]))
     return found

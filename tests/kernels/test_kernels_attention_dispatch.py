@@ -185,6 +185,18 @@ FILTERS: list[Filter] = [  # backends, a refused call, changes to it that are ac
     (("te_fused",), {"deterministic": True, "bias": "dense_with_gradient"}, {"bias": "dense"}, "gradient of a bias"),
     (("te_fused",), {"deterministic": True, "capability": (10, 0), "dropout": 0.1}, {"dropout": 0.0}, "91801"),
     (("te_fused",), {"deterministic": True, "packed": True}, {"queries": 128, "keys": 128}, "too much workspace"),
+    # fp8
+    (("te_fused",), {"fp8": True, "capability": (8, 9)}, {"fp8": False}, "sm_90 to sm_110 (Hopper, Blackwell"),
+    (("te_fused",), {"fp8": True, "capability": (12, 0)}, {"capability": (10, 0)}, "not sm_120"),
+    (("te_fused",), {"fp8": True, "head_dim": 64}, {"capability": (10, 0)}, "supports heads 128 wide in fp8 on sm_90"),
+    (("te_fused",), {"fp8": True, "head_dim": 256}, {"head_dim": 128}, "supports heads 128 wide in fp8 on sm_90"),
+    (("te_fused",), {"fp8": True, "capability": (10, 0), "head_dim": 72}, {"head_dim": 80}, "multiples of 16 in fp8"),
+    (("te_fused",), {"fp8": True, "bias": "slopes", "packed": True}, {"bias": "none", "packed": False},
+     "does not support a bias or packed documents in fp8"),
+    (("te_fused",), {"fp8": True, "window": (127, 0)}, {"window": None}, "not support a window in fp8"),
+    (("te_fused",), {"fp8": True, "dropout": 0.1}, {"dropout": 0.0}, "not support dropout in fp8"),
+    (("te_fused",), {"fp8": True, "queries": 2048}, {"causal": False}, "a causal mask over unequal lengths in fp8"),
+    (("te_fused",), {"fp8": True, "padding": True}, {"padding": False}, "not as an arbitrary mask"),
     # lengths
     (("sdpa_cudnn",), {"queries": 1, "keys": 1}, {"queries": 2, "keys": 2}, "single token"),
     (("sdpa_cudnn",), {"queries": 1, "causal": False, "dropout": 0.125}, {"dropout": 0.0}, "single token"),
@@ -235,6 +247,11 @@ def test_each_filter_refuses_and_accepts(backend: str, refused: Any, accepted: A
         ("te_fused", {"cudnn": 90500}, {"cudnn": 90600}, {"packed": True}, "from sm_90 and cuDNN 90600"),
         ("te_fused", {"cudnn": 91800}, {"cudnn": 91801}, {"packed": True, "capability": (12, 0)}, "91801"),
         ("te_fused", {"cudnn": 91800}, {"cudnn": 91801}, {"deterministic": True, "capability": (10, 0)}, "91801"),
+        ("te_fused", {"te": (2, 19)}, {"te": (2, 20)}, {"fp8": True}, "needs TransformerEngine 2.20 for fp8"),
+        ("te_fused", {"cudnn": 90600}, {"cudnn": 90700}, {"fp8": True}, "needs cuDNN 90700 or later and not 91000"),
+        ("te_fused", {"cudnn": 91801}, {"cudnn": 91900}, {"fp8": True, "deterministic": True}, "from cuDNN 91900 on"),
+        ("te_fused", {"cudnn": 91701}, {"cudnn": 91800},
+         {"fp8": True, "deterministic": True, "capability": (10, 0)}, "from cuDNN 91800 on"),
         ("te_flash", {"flash_attn": None, "flash_attn_3": False, "flash_attn_4": False}, {"flash_attn_3": True}, {},
          "flash-attn is not installed"),
         ("te_flash", {"flash_attn": None}, {"flash_attn": (2, 8, 3)}, {"dropout": 0.1},
@@ -254,6 +271,26 @@ def test_versions(backend: str, software: Any, better: Any, changes: dict[str, A
     assert words in said
     fixed = dataclasses.replace(worse, **better) if better else FULL
     assert BACKENDS_BY_NAME[backend].why_not(call, fixed) is None
+
+
+def test_only_te_fused_multiplies_in_fp8() -> None:
+    call, words = dataclasses.replace(HOPPER, fp8=True), "`fp8_dot_product_attention` (True) is not available"
+    decision = select_backend(call, flags=ON, installed=FULL)
+    assert decision.backend == "te_fused"
+    others = {row.reason for row in decision.rows if row.backend != "te_fused" and row.family != "named"}
+    assert others == {"does not multiply in fp8 (`fp8_dot_product_attention`)"}
+    assert str(decision.call).endswith("causal, in fp8")
+    assert decision.without_fp8().call == HOPPER
+    for keys, reason in (
+        ({"attention_backend": "flash"}, "not `attention_backend` (flash)"),
+        ({"flags": dataclasses.replace(ON, fused=False)}, "removed by NVTE_FUSED_ATTN=0"),
+        ({"installed": NEW}, "TransformerEngine is not installed (pip install 'stoker[te]')"),
+    ):
+        with pytest.raises(NoBackendError) as error:
+            select_backend(call, **{"flags": ON, "installed": FULL, **keys})
+        line = f"{words} in te_fused, its only backend: {reason}; use model.fp8_dot_product_attention=false."
+        assert str(error.value) == line
+        assert len(error.value.rows) == len(BACKENDS_BY_NAME)
 
 
 def test_cudnn_where_it_may() -> None:

@@ -16,9 +16,12 @@ from safetensors.torch import load_file
 from tiers import extra
 from tiny_run import final_hashes, tiny_config
 
-from stoker.kernels.fp8.delayed_scaling import DelayedScaling
+from stoker.kernels.attention.inputs import AttentionInputs
+from stoker.kernels.attention.reference import reference_backend
+from stoker.kernels.fp8.delayed_scaling import LINEAR, DelayedScaling
 from stoker.kernels.fp8.linear import fp8_linear
 from stoker.kernels.fp8.recipe import Fp8Recipe
+from stoker.kernels.fp8.te_attention import ATTENTION, TEFp8Attention
 from stoker.kernels.fp8.te_linear import te_cast_weight, te_linear
 from stoker.models.fp8 import build_delayed_scaling, cast_fp8_weights, fp8_modules
 from stoker.models.parallel.fp8 import TEProduct
@@ -33,6 +36,8 @@ RUN: dict[str, Any] = {
     "model__fp8": True, "model__transformer_engine": True, "model__hidden_dropout": 0.0,
     "model__attention_dropout": 0.0,
 }  # fmt: skip
+FP8_ATTENTION = {"fp8_dot_product_attention": True}
+ATTENTION_RUN: dict[str, Any] = {"model__fp8_dot_product_attention": True}
 LORA = {"peft": {"peft_scheme": "lora", "lora_tuning": {"adapter_dim": 4, "target_modules": ["all"]}}}
 FULL = {
     "activations_checkpoint_granularity": "full", "activations_checkpoint_method": "uniform",
@@ -90,10 +95,10 @@ def test_blocks_of_weights_and_tiles_of_the_rest(te: None) -> None:
 
 def states(amaxes: list[float], **changes: Any) -> list[float]:
     """Return the scale of an input after each step, of which these are the amaxes."""
-    state = DelayedScaling(["a"], Fp8Recipe(scaling="delayed", **changes), CPU)
+    state = DelayedScaling({"a": LINEAR}, Fp8Recipe(scaling="delayed", **changes), CPU)
     found: list[float] = []
     for step, amax in enumerate(amaxes):
-        state.scales(0).amax[0] = max(float(state.scales(0).amax[0]), amax)
+        state.scales("a").amax[0] = max(float(state.scales("a").amax[0]), amax)
         state.update(step)
         found.append(float(state.scale[0]))
     return found
@@ -148,7 +153,7 @@ def test_weights_are_cast_with_the_scales_of_the_step(te: None, changes: dict[st
     state = build_delayed_scaling(model, CPU)
     assert state is not None
     layers: list[Any] = list(fp8_modules(model).values())
-    assert len(layers) == len(state.names) == 2 * 4
+    assert len(layers) == len(state.tensors()) // 2 == 2 * 4
     casts = []
     for step in range(2):
         cast_fp8_weights(layers)
@@ -171,8 +176,77 @@ def test_experts_and_recipes_without_it_multiply_by_own_kernels(te: None) -> Non
     assert not any(isinstance(layer.fp8, TEProduct) for layer in rowwise)
 
 
+@pytest.mark.parametrize("changes", [{}, {"backward": "e4m3", "margin": 1}], ids=str)
+@pytest.mark.parametrize(("causal", "groups", "keys"), [(True, 2, 24), (False, 4, 40)])
+def test_attention_casts_six_tensors(te: None, changes: dict[str, Any], causal: bool, groups: int, keys: int) -> None:
+    """With scales of 1 gradients underflow, first that of the output, so that those within follow steps later."""
+    recipe = Fp8Recipe(scaling="delayed", amax_history_len=2, **changes)
+    state = DelayedScaling({"a": ATTENTION}, recipe, CPU)
+    attention = TEFp8Attention(recipe, scales=state.scales("a"))
+    generator = torch.Generator().manual_seed(0)
+    shapes = (2, 24, 4, 16), (2, keys, groups, 16), (2, keys, groups, 16)
+    leaves = [torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_() for shape in shapes]
+    upstream = 1e-6 * torch.randn(shapes[0], generator=generator, dtype=torch.float64)
+
+    def run(function: Any) -> list[torch.Tensor]:
+        q, k, v = leaves
+        output = function(AttentionInputs(q, k, v, causal=causal, softmax_scale=0.3))
+        return [output.detach(), *torch.autograd.grad(output, leaves, upstream)]
+
+    exact, errors = run(reference_backend), []
+    for step in range(5):
+        pairs = zip(run(attention), exact, strict=True)
+        errors.append([float((found - wanted).norm() / wanted.norm()) for found, wanted in pairs])
+        state.update(step)
+    amax = state.history[-1].clone()
+    assert errors[0][0] < 0.1
+    assert min(errors[0][1:]) == 1, "no gradients"
+    # a rounding to e4m3 is 0.026 off (root mean square), to e5m2 0.05, and up to six of them follow each other
+    assert max(errors[-1]) < (0.1 if recipe.backward == "e4m3" else 0.16)
+    assert amax[0] == pytest.approx(max(float(each.detach().abs().max()) for each in leaves))
+    assert amax[1] <= 1
+    assert amax[3] == pytest.approx(float(upstream.abs().max()))
+    assert amax[5] == pytest.approx(max(float(each.abs().max()) for each in exact[1:]), rel=0.1)
+    limits = torch.tensor([448.0] * 3 + [57344.0 if recipe.backward == "e5m2" else 448.0] * 3) / 2**recipe.margin
+    assert torch.allclose(state.scale, limits / amax, rtol=0.1)
+    run(attention)
+    q, k, v = ((each.detach() / 2).requires_grad_() for each in leaves)
+    after = state.history[0].clone()
+    attention(AttentionInputs(q, k, v, causal=causal, softmax_scale=0.3)).backward(upstream / 2)
+    assert torch.equal(state.history[0], after), "the largest of all micro batches"
+
+
+@pytest.mark.parametrize(
+    ("options", "says"), [({"dropout_p": 0.1}, "`dropout_p` must not"), ({"causal": True}, "as many keys")]
+)
+def test_attention_in_fp8_has_no_options(options: dict[str, Any], says: str) -> None:
+    q, k, v = (torch.zeros(1, length, 2, 16) for length in (16, 32, 32))
+    attention = TEFp8Attention(Fp8Recipe(scaling="delayed"))
+    with pytest.raises(ValueError, match=says):
+        attention(AttentionInputs(q, k, v, **options))
+    with pytest.raises(RuntimeError, match="no state"):
+        attention(AttentionInputs(q, k, v))
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "tensorwise"])
+def test_attention_of_training_is_in_fp8(te: None, recipe: str) -> None:
+    """But for first and last layers; validation is not. The state is named after the attention."""
+    ends = {"first_last_layers_bf16": True, "num_layers_at_end_in_bf16": 0, "num_layers": 3}
+    model = build(TE | FP8_ATTENTION | ends | {"fp8_recipe": recipe})
+    layers: list[Any] = [layer.attention for layer in model.decoder.layers]
+    assert [type(each.backends["training"]) is TEFp8Attention for each in layers] == [False, True, True]
+    assert layers[1].backends["training"] is not layers[2].backends["training"]
+    assert not any(isinstance(each.backends["evaluation"], TEFp8Attention) for each in layers)
+    state = build_delayed_scaling(model, CPU)
+    assert state is not None
+    found = {name: tensor.shape for name, tensor in state.tensors().items() if name.endswith("attention.scale")}
+    assert found == dict.fromkeys(("decoder.layers.1.attention.scale", "decoder.layers.2.attention.scale"), (6,))
+    assert len(state.tensors()) == 2 * (2 + (2 * 4 if recipe == "delayed" else 0))
+
+
 TP_CASES: list[tuple[Any, ...]] = [
     (TE, True),
+    (TE | FP8_ATTENTION, False),
     (TE | {"fp8_recipe": "tensorwise", "bias": True}, False),
     *extra((TE | {"bias": True}, False), (TE | {"fp8_recipe": "tensorwise"} | LORA, True)),
 ]
@@ -186,18 +260,27 @@ def test_tensor_parallel_ranks_together_are_one_process(forks: ForkServer, tmp_p
         assert all(value < 1e-12 for value in exact.values()), (case, differences)
 
 
-def test_train_2n_equals_train_n_resume_train_n(te: None, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "changes",
+    [{}, ATTENTION_RUN, ATTENTION_RUN | {"model__fp8_recipe": "tensorwise"}],
+    ids=["linear", "all", "attention"],
+)
+def test_train_2n_equals_train_n_resume_train_n(te: None, tmp_path: Path, changes: dict[str, Any]) -> None:
     """Scales and amaxes are in the checkpoint, in safetensors."""
+    settings = RUN | changes
     whole, halves, plain = (tmp_path / name for name in ("whole", "halves", "plain"))
-    run_training(tiny_config(whole, trainer__max_steps=4, **RUN))
-    run_training(tiny_config(halves, trainer__max_steps=2, **RUN))
-    run_training(tiny_config(halves, trainer__max_steps=4, **RUN))
+    run_training(tiny_config(whole, trainer__max_steps=4, **settings))
+    run_training(tiny_config(halves, trainer__max_steps=2, **settings))
+    run_training(tiny_config(halves, trainer__max_steps=4, **settings))
     assert final_hashes(whole, 4) == final_hashes(halves, 4)
     saved = [load_file(each / "checkpoints" / "step-4" / "scales.safetensors") for each in (whole, halves)]
     assert saved[0].keys() == saved[1].keys()
     assert all(torch.equal(each, saved[1][name]) for name, each in saved[0].items())
-    assert {name.rpartition(".")[2] for name in saved[0]} == {"scale", "amax_history"}
+    owners = {"decoder.layers.0.attention"} if changes else set[str]()
+    if "model__fp8_recipe" not in changes:
+        owners |= {f"decoder.layers.0.{name}" for name in ("attention.qkv", "attention.output", "mlp.up", "mlp.down")}
+    assert set(saved[0]) == {f"{name}.{kind}" for name in owners for kind in ("scale", "amax_history")}
     assert any(float((each != 1).sum()) for name, each in saved[0].items() if name.endswith(".scale"))
     run_training(tiny_config(plain, trainer__max_steps=2, **{**RUN, "model__fp8": False}))
-    run_training(tiny_config(plain, trainer__max_steps=4, **RUN))
+    run_training(tiny_config(plain, trainer__max_steps=4, **settings))
     assert "holds no scales of delayed scaling; they start from 1" in (plain / "run.log").read_text()

@@ -11,6 +11,9 @@ from tiers import looped
 from stoker.kernels.fp8.recipe import Fp8Recipe
 from stoker.models.config.fp8 import Fp8Slice, check_fp8
 
+TE, ATTENTION_KEY = "model.transformer_engine=true", "model.fp8_dot_product_attention"
+ATTENTION = f"{ATTENTION_KEY}=true"
+
 
 @looped(
     ("overrides", "key", "says"),
@@ -48,7 +51,20 @@ from stoker.models.config.fp8 import Fp8Slice, check_fp8
         ),
         (["model.fp8_params=true", "peft=lora", "model.fsdp=true"], "model.fp8_params", "not with `fsdp` (True)"),
         (["model.fp8_params=true", "peft=lora", "model.cpu_offloading=true"], "model.fp8_params", "`cpu_offloading`"),
-        (["model.fp8_multi_head_attention=true"], "model.fp8_multi_head_attention", "not yet: attention in fp8"),
+        (["model.fp8_multi_head_attention=true"], "model.fp8_multi_head_attention", "refused: fp8 tensors between"),
+        ([ATTENTION], ATTENTION_KEY, "needs `transformer_engine` (True): stoker's own kernels have no"),
+        ([ATTENTION, TE, "model.attention_dropout=0.1"], ATTENTION_KEY, "`attention_dropout` (0.1) must be 0 with"),
+        ([ATTENTION, TE, "model.fp8_recipe=blockwise"], ATTENTION_KEY, "cannot be combined with `fp8_recipe` (blockwi"),
+        (
+            [ATTENTION, TE, "model.context_parallel_size=2", "trainer.devices=2"],
+            ATTENTION_KEY,
+            "needs whole sequences, which ranks have with `cp_comm_type` a2a, not p2p",
+        ),
+        (
+            [ATTENTION, TE, "model.fp8_recipe=tensorwise", "model.reduce_amax=false", "trainer.devices=2"],
+            "model.reduce_amax",
+            "must be True with `fp8_dot_product_attention` (True) on 2 ranks",
+        ),
     ],
 )
 def test_what_fp8_needs(overrides: list[str], key: str, says: str) -> None:
@@ -60,6 +76,12 @@ def test_what_fp8_needs(overrides: list[str], key: str, says: str) -> None:
 def test_ranks_that_shard_gradients_keep_whole_weights_in_fp8() -> None:
     grad = ["model.fsdp=true", "model.fsdp_sharding_strategy=grad", "trainer.devices=2", "model.global_batch_size=32"]
     load("model.fp8=true", "model.fp8_params=true", "peft=lora", "model.restore_from_path=x", *grad)
+
+
+def test_attention_in_fp8_where_it_may() -> None:
+    given = ["model.fp8=true", ATTENTION, TE, "model.attention_dropout=0"]
+    load(*given, "model.fp8_recipe=tensorwise", "model.fp8_amax_history_len=4")
+    load(*given, "model.context_parallel_size=2", "model.cp_comm_type=a2a", "trainer.devices=2")
 
 
 @looped("accelerator", ["cpu", "auto"])

@@ -309,6 +309,7 @@ chatbot_config: {value: False, attributes: [{name: Quality, min: 0, max: 4, key:
     ("text", "line", "said"),
     [
         ("trainer: {devices: 1}\ngpt_model_file: null\nmodel_type: gpt\n", 2, "evaluation or export of a model"),
+        ("data: {test_ds: '???'}\nvirtual_prompt_model_file: '???'\n", 2, "inference with learned prompts"),
         ("model: {}\ncommon_inference_params:\n  top_k: 1\n", 3, "text generation"),
         ("inference:\n  greedy: true\nquantization:\n  algorithm: int4\n", 4, "quantization"),
     ],

@@ -82,6 +82,7 @@ def test_gradients_of_one_rank_that_are_not_finite_skip_the_step_of_all(
 
 
 DELAYED = FP8 | {"model__transformer_engine": True, "registers": "installed_fake_te"}
+ATTENTION = {"model__fp8_dot_product_attention": True, "model__attention_dropout": 0.0}
 
 
 @pytest.mark.parametrize(
@@ -90,6 +91,9 @@ DELAYED = FP8 | {"model__transformer_engine": True, "registers": "installed_fake
         ("ddp", LAYOUTS["ddp"], ()),
         *extra(("full", LAYOUTS["full"], ()), ("sequence", SEQUENCE, ()), ("pipeline", PIPELINE, ())),
         *extra(("context", CONTEXT | {"model__attention_dropout": 0.0}, ())),
+        ("sequence-attention", SEQUENCE | ATTENTION, ()),
+        *extra(("exchange-attention", CONTEXT | {"model__cp_comm_type": "a2a"} | ATTENTION, ())),
+        *extra(("ddp-attention", ATTENTION, (float("nan"), "loss"))),
         *extra(*((name, layout, (float("nan"), "loss")) for name, layout in (("ddp", {}), ("sequence", SEQUENCE)))),
     ],
 )
@@ -100,8 +104,9 @@ def test_delayed_scales_of_ranks_are_those_of_one_process(
 
     Those of a step that is skipped, since a rank has gradients of NaN, count on no rank.
     """
-    model, kind = DELAYED | {key: value for key, value in layout.items() if "dropout" in key}, "-nan" * bool(planted)
-    single = f"delayed-alone-{name if name == 'context' else 'dense'}{kind}"
+    model = DELAYED | {key: value for key, value in layout.items() if key in ATTENTION}
+    of, kind = "-".join(sorted(model.keys() - DELAYED.keys())) or "dense", "-nan" * bool(planted)
+    single = f"delayed-alone-{of}{kind}"
     alone = runs.run(single, planted=[0, 2, *planted] if planted else None, **model)
     changes = model | layout | {"planted": [1, 2, *planted] if planted else None}
     check_equal(runs.run(f"delayed-{name}{kind}", 2, **changes), alone, kinds=("model", "optimizer", "scales"))

@@ -60,6 +60,7 @@ from stoker.models.config import extensions
 from stoker.models.config.batch_shape import BatchSpec
 from stoker.models.dispatch.context_calls import ContextSplit
 from stoker.models.fp8 import fp8_modules
+from stoker.models.layers.attention import Attention
 from stoker.models.layers.dropout import DropoutMask
 from stoker.models.parallel.collectives import TensorParallel
 from stoker.models.parallel.layout import ParallelLayout
@@ -216,6 +217,27 @@ def frozen_weights_are_kept_in_fp8(harness: ConfigHarness) -> None:
     assert found is not None
     assert found.keeps_weights
     assert "needs frozen weights" in problems("model.fp8=true", "model.fp8_params=true")["model.fp8_params"].rule
+
+
+@story("model.fp8_dot_product_attention")
+def attention_multiplies_in_fp8(harness: ConfigHarness) -> None:
+    def cores(on: bool) -> list[bool]:
+        fp8 = {MODEL + name: True for name in ("fp8", "transformer_engine")} | {MODEL + "hidden_size": 32}
+        root = harness.root(fp8 | {MODEL + "fp8_dot_product_attention": on})
+        assert resolve_run(root).family.stacks[0].attention.fp8 == on
+        model = build_model(
+            root.model,
+            vocab_size=64,
+            device="meta",
+            dtype=torch.float32,
+            flags=AttentionFlags(),
+            micro_batch_size=1,
+            batch_spec=BatchSpec(seq_length=8),
+        )
+        return [module.fp8_core is not None for module in model.modules() if isinstance(module, Attention)]
+
+    assert set(cores(True)) == {True}
+    assert set(cores(False)) == {False}
 
 
 @story("model.fp8_hybrid")

@@ -16,6 +16,8 @@ LORA, ADAPTER, IA3 = ([WEIGHTS, f"model.peft.peft_scheme={scheme}"] for scheme i
     [
         (["model.fp8_margin=2"], MODEL + "fp8_margin"),
         (["model.fp8_params=true"], MODEL + "fp8_params"),
+        (["model.fp8_dot_product_attention=true"], MODEL + "fp8_dot_product_attention"),
+        (["model.fp8=true", "model.fp8_amax_history_len=2"], MODEL + "fp8_amax_history_len"),
         (["model.fp8=true", "model.num_layers_at_end_in_bf16=2"], MODEL + "num_layers_at_end_in_bf16"),
         (["model.fp8=true", "model.fp8_e4m3=true", "model.fp8_hybrid=true"], MODEL + "fp8_hybrid"),
         (["model.fp8=true", "model.fp8_recipe=rowwise", "model.reduce_amax=false"], MODEL + "reduce_amax"),

@@ -390,6 +390,33 @@ def test_fp8_says_what_runs_through_transformer_engine(capsys: pytest.CaptureFix
     assert "`fp8_recipe` (delayed) needs a GPU for TransformerEngine, and this is cpu" in capsys.readouterr().out
 
 
+def test_attention_in_fp8(capsys: pytest.CaptureFixture[str]) -> None:
+    """Which layers, with what, and where not and why; its scales are delayed beside those of any recipe."""
+    te = ["model=llama_1b", "model.fp8=true", "model.transformer_engine=true", "model.fp8_recipe=tensorwise"]
+    asked = [*te, "model.fp8_dot_product_attention=true"]
+    assert main(["explain", "fp8", *te, "--arch", "sm90"]) == 0
+    assert "  no   attention: `model.fp8_dot_product_attention` is off" in capsys.readouterr().out
+    assert main(["explain", "fp8", *asked, "model.first_last_layers_bf16=true", "--arch", "sm90"]) == 0
+    found = capsys.readouterr().out
+    assert "fp8  attention  layers 1-22: delayed scaling, e4m3, gradients e5m2, TransformerEngine (cuDNN)\n" in found
+    assert "no   attention  layers 0, 23: `model.first_last_layers_bf16`" in found
+    assert "qkv  layers 1-22: tensorwise scaling" in found
+    assert main(["explain", "attention", *asked, "--arch", "sm90"]) == 0
+    found = capsys.readouterr().out
+    assert re.search(r"training: te_fused  \(cuda sm_90, .* causal, in fp8\)\n  yes te_fused", found)
+    assert re.search(r"no  triton +flash +does not multiply in fp8", found)
+    assert re.search(r"evaluation: te_fused  \(cuda sm_90, .* causal\)\n", found)
+    refusal = "`fp8_dot_product_attention` (True) is not available in te_fused, its only backend: multiplies in fp8 on"
+    assert main(["explain", "attention", *asked, "--arch", "sm89"]) == 2
+    found = capsys.readouterr().out
+    assert f"training: {refusal}" in found
+    assert re.search(r"no  te_fused +fused +multiplies in fp8 on sm_90", found)
+    assert main(["explain", "fp8", *asked, "--arch", "sm89"]) == 2
+    found = capsys.readouterr().out
+    assert refusal in found
+    assert "no   attention  layers 0-23: not possible" in found
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [

@@ -49,6 +49,25 @@ def test_the_state_is_that_of_the_optimizer():
     assert (wide.weights, wide.main_weights, wide.optimizer) == (4 * parameters, 0, 8 * parameters)
 
 
+def test_attention_in_fp8_saves_one_byte_of_each():
+    """Queries, keys, values and output; in bf16 the cast for the output projection does not stand for the output."""
+    te = (LLAMA, "model.fp8=true", "model.transformer_engine=true", "model.fp8_recipe=tensorwise")
+    ends = "model.first_last_layers_bf16=true"
+    for changes, layers in (((), 24), ((ends,), 22)):
+        bf16 = planned(*te, *changes)
+        fp8 = planned(*te, *changes, "model.fp8_dot_product_attention=true")
+        stack = bf16.inputs.stacks[0]
+        attention = stack.stack.attention
+        width = (2 * attention.heads + 2 * attention.groups) * attention.head_dim
+        assert bf16.allocated - fp8.allocated > 0
+        found = [sum(each.saved_bytes for each in plan.memory.layers) for plan in (bf16, fp8)]
+        assert found[0] - found[1] == layers * stack.tokens * width
+        scales = fp8.memory.persistent.weights - bf16.memory.persistent.weights
+        assert scales == layers * 6 * 4 * (2 + 1024)
+        assert (fp8.inputs.stacks[0].attention.backend, fp8.inputs.stacks[0].attention.call.fp8) == ("te_fused", True)
+    assert "TransformerEngine, with attention) in 22 of 24 layers" in "\n".join(report_lines(fp8, []))
+
+
 def test_the_moving_average_is_where_it_is_asked_for():
     average = "exp_manager.ema.enable=True"
     plan, on_device = planned(LLAMA), planned(LLAMA, average)

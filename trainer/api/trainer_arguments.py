@@ -145,11 +145,16 @@ def _unsupported(config: RunConfig, trainer: pl.Trainer) -> Iterator[str]:
     if model.enable_cuda_graph:
         yield f"`model.enable_cuda_graph` (True) needs the loop of stoker; {command} model.enable_cuda_graph=null"
     slices = [stack.fp8 for stack in config.resolved.family.stacks if stack.fp8 is not None]
-    if any(fp8.recipe.scaling == "delayed" for fp8 in slices):
-        yield (
-            "`model.fp8_recipe` (delayed) needs the loop of stoker, which updates and saves its scales; "
-            f"{command} model.fp8_recipe=tensorwise"
-        )
+    for name, value, used in (
+        ("fp8_recipe", "tensorwise", any(fp8.recipe.scaling == "delayed" for fp8 in slices)),
+        ("fp8_dot_product_attention", "false", any(fp8.attention for fp8 in slices)),
+    ):
+        if used:
+            given = "delayed" if name == "fp8_recipe" else "True"
+            yield (
+                f"`model.{name}` ({given}) needs the loop of stoker, which updates and saves its scales; "
+                f"{command} model.{name}={value}"
+            )
     if config.root.exp_manager.ema.enable:
         yield (
             "`exp_manager.ema.enable` (True) needs the loop of stoker; "

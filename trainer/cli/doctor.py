@@ -167,6 +167,7 @@ def _kernels() -> list[Finding]:
         findings.append(
             Finding("compiler", "no C compiler; model.compile=true and triton need one (apt install g++)", "note")
         )
+    but = " but for fp8_recipe=delayed and fp8_dot_product_attention=true"
     linear = "; with model.fp8=true model.transformer_engine=true linear layers too: `stoker explain fp8`"
     for name, module, extra, also in (
         ("TransformerEngine", "transformer_engine", "transformer-engine", linear),
@@ -174,7 +175,7 @@ def _kernels() -> list[Finding]:
     ):
         version = _version(extra) or (importlib.util.find_spec(module) and "of unknown version")
         installed = f"{version} is installed (`stoker explain attention` shows where it is used{also})"
-        says = installed if version else f"not installed, not needed{' but for fp8_recipe=delayed' if also else ''}"
+        says = installed if version else f"not installed, not needed{but if also else ''}"
         findings.append(Finding(name, says, "note"))
     return findings
 

@@ -38,12 +38,13 @@ if TYPE_CHECKING:
 _NO_SUCH_MODEL = "start from a preset (model=gpt_125m, t5_small or bert_base) instead of this file"
 _GENERATE = "`stoker generate --checkpoint DIR --prompt TEXT`, whose options stand for the keys of `inference`"
 _EVALUATE = "`stoker evaluate`, `stoker generate` or `stoker convert`, each with the path of a checkpoint"
-_MODEL_FILE = "gpt_model_file"
+_MODEL_FILES = ("gpt_model_file", "virtual_prompt_model_file")
 _OTHER_PROGRAMS = (
     ("quantization", "quantization", "`stoker finetune` with a file without it: weights stay in 16 or 32 bits"),
     ("inference", "text generation", _GENERATE),
     ("common_inference_params", "text generation", _GENERATE),
-    (_MODEL_FILE, "evaluation or export of a model", _EVALUATE),
+    (_MODEL_FILES[0], "evaluation or export of a model", _EVALUATE),
+    (_MODEL_FILES[1], "inference with learned prompts", _EVALUATE),
 )
 """Keys of files of other programs of NeMo: key or block, program, and what to use instead."""
 _TRAINING_BLOCKS = ("model.optim", "model.data.train_ds")
@@ -248,7 +249,7 @@ class Draft:
             if trains and instead is _GENERATE:  # a file of fine-tuning, with options for generation afterwards
                 continue
             options = self.tree.get(name)
-            if (options and isinstance(options, dict)) or (name == _MODEL_FILE and name in self.tree):
+            if (options and isinstance(options, dict)) or (name in _MODEL_FILES and name in self.tree):
                 first = f"{name}.{next(iter(options))}" if isinstance(options, dict) else name
                 origin = self.origin_text(first)
                 raise UserError(f"{origin}: a file of NeMo's {program}, not of training; use {instead}")

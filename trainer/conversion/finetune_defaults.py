@@ -110,7 +110,8 @@ def fill_pretrained_keys(draft: Draft) -> None:
         dotted_paths.put(draft.tree, RESTORE_KEY, None)  # `???` is not reported again
         return
     source = "model.data.data_impl"
-    if dotted_paths.get(draft.tree, source) is None and not has_nemo_file_names(draft.tree):
+    files = isinstance(dotted_paths.get(draft.tree, "model.data.train_ds"), list)  # has a fix of its own
+    if dotted_paths.get(draft.tree, source) is None and not files and not has_nemo_file_names(draft.tree):
         rule = "must be set: the fine-tuning data"
         fix = "data=sft, data=chat or data=text (a T5: data=jsonl), each with model.data.path=FILE"
         draft.problems.append(Problem(source, None, draft.origin_text(source), rule, fix))

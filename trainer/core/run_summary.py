@@ -91,14 +91,17 @@ def summarize_run(
 
 
 def describe_fp8(run: ResolvedRun, model: LanguageModel, device: torch.device) -> Iterator[str]:
-    """Yield the line about linear layers and experts that multiply in fp8."""
+    """Yield the line about linear layers, experts and attentions that multiply in fp8."""
     slices = [stack.fp8 for stack in run.family.stacks if stack.fp8 is not None]
     if not slices:
         return
     modules = fp8_modules(model).values()
     linear = sum(isinstance(module, nn.Linear) for module in modules)
     experts = f" and experts of {pluralize(len(modules) - linear, 'layer')}" if len(modules) > linear else ""
-    number = pluralize(linear, "linear layer") + experts
+    cores = sum(getattr(module, "fp8_core", None) is not None for module in model.modules())
+    number = (
+        pluralize(linear, "linear layer") + experts + f" and attention of {pluralize(cores, 'layer')}" * (cores > 0)
+    )
     of = "" if all(all(each.layers) for each in slices) else f" of {sum(sum(each.layers) for each in slices)} layers"
     how = ", emulated on a CPU, slowly" if device.type == "cpu" else ""
     casts = "; weights are cast once a step" if run.keeps_fp8_casts else ""

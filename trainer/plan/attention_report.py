@@ -50,7 +50,8 @@ class AttentionChoice:
         from ...kernels.attention.dispatch import format_candidates
 
         if self.problem:
-            return "\n".join(["", f"{self.kind}: {self.problem[0]}", *self.problem[1:]])
+            rows = self.problem[1:] or (format_candidates(self.rows) if self.rows else ())
+            return "\n".join(["", f"{self.kind}: {self.problem[0]}", *rows])
         head = f"{self.kind}: {self.backend}  ({self.call})"
         return "\n".join(["", head, *format_candidates(self.rows), *(f"  note: {note}" for note in self.notes)])
 

@@ -1,19 +1,20 @@
-"""Matrices of a run that multiply in fp8 in training, with recipe and kernel, and why the others do not; no device is
-needed.
+"""Matrices and attentions of a run that multiply in fp8 in training, with recipe and kernel, and why the others do not;
+no device is needed.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import compress
 from typing import TYPE_CHECKING
 
 from ..config.resolved_run import resolve_run
 from ..config.schema.root import RootBlock
 from ..device.attention_software import run_flags
 from ..utils.errors import UserError
-from .attention_report import ARCHITECTURES, this_machine
+from .attention_report import ARCHITECTURES, AttentionChoice, explain_attention, this_machine
 
 if TYPE_CHECKING:
     from torch import nn
@@ -25,10 +26,10 @@ _NUMBER = re.compile(r"\.layers\.(\d+)\.")
 
 @dataclass(frozen=True, slots=True)
 class Fp8Matrix:
-    """One matrix of some layers of a stack.
+    """One matrix, or the attention, of some layers of a stack.
 
     Attributes:
-        name: of the parameter, with `*` for the number of the layer.
+        name: of the parameter, with `*` for the number of the layer; `attention`.
         layers: numbers of the layers; empty outside of layers.
         is_fp8: it multiplies in fp8 in training.
         how: recipe and kernel, or why it does not.
@@ -51,7 +52,7 @@ class Fp8Report:
     Attributes:
         where: the device.
         problem: why the run does not start there; empty if it does.
-        matrices: all that multiply activations, and embeddings.
+        matrices: all that multiply activations, embeddings, and attentions.
     """
 
     where: str
@@ -64,7 +65,7 @@ class Fp8Report:
 
 
 def explain_fp8(root: RootBlock, arch: str | None = None) -> Fp8Report:
-    """Say which matrices of a run multiply in fp8.
+    """Say which matrices and attentions of a run multiply in fp8.
 
     Args:
         root: the configuration.
@@ -112,7 +113,37 @@ def explain_fp8(root: RootBlock, arch: str | None = None) -> Fp8Report:
     slices = dict(zip(keys_by_stack(run.model), (stack.fp8 for stack in run.family.stacks), strict=True))
     reasons = (stack.why_experts_without_fp8 for stack in run.family.stacks)
     experts = next(filter(None, reasons), "experts have LoRA updates")
-    return Fp8Report(where, problem, tuple(_matrices(model, slices, device, experts)))
+    cores, refusal = _attentions(explain_attention(root, arch).choices, slices)
+    return Fp8Report(where, problem or refusal, (*_matrices(model, slices, device, experts), *cores))
+
+
+def _attentions(
+    choices: Sequence[AttentionChoice], slices: Mapping[str, Fp8Slice | None]
+) -> tuple[list[Fp8Matrix], str]:
+    """Return the attentions of training, and why one is not possible; empty if all are."""
+    found: list[Fp8Matrix] = []
+    refusal = ""
+    for choice in choices:
+        stack, _, kind = choice.kind.rpartition(" ")
+        if kind != "training":
+            continue
+        fp8, name = slices[{"": "", "encoder": "encoder."}.get(stack, "decoder.")], f"{stack} attention".strip()
+        if fp8 is None or not fp8.attention:
+            reason = "`model.fp8` is off" if fp8 is None else "`model.fp8_dot_product_attention` is off"
+            found.append(Fp8Matrix(name, (), False, reason))
+            continue
+        numbers, rest = (tuple(compress(range(len(fp8.layers)), on)) for on in (fp8.layers, _others(fp8.layers)))
+        description = replace(fp8, recipe=fp8.attention_recipe).description
+        how = f"{description}, TransformerEngine (cuDNN)" if choice.backend else "not possible"
+        found.append(Fp8Matrix(name, numbers, bool(choice.backend), how))
+        if rest:
+            found.append(Fp8Matrix(name, rest, False, "`model.first_last_layers_bf16`"))
+        refusal = refusal or next(iter(choice.problem), "")
+    return found, refusal
+
+
+def _others(layers: Sequence[bool]) -> list[bool]:
+    return [not each for each in layers]
 
 
 def _how(fp8: Fp8Slice, device: str) -> str:

@@ -110,14 +110,16 @@ def persistent_state(run: RunInputs, layers: Sequence[int]) -> PersistentState:
 
 
 def _delayed_scales(run: RunInputs) -> int:
-    """Bytes of the scales and amaxes of delayed scaling, of three tensors of each linear layer."""
+    """Bytes of the scales and amaxes of delayed scaling, of three tensors of each linear layer and six of attention."""
     total = 0
     for stack in run.stacks:
         fp8 = stack.stack.fp8
-        if fp8 is not None and fp8.recipe.scaling == "delayed":
-            of_each = 4 * 3 * (2 + fp8.recipe.amax_history_len)  # with the largest of each format
-            matrices = layer_weights(stack.stack, stack.cross, has_experts=False, expert_ranks=1).matrices
-            total += of_each * sum(fp8.layers) * len(matrices)
+        if fp8 is None:
+            continue
+        matrices = layer_weights(stack.stack, stack.cross, has_experts=False, expert_ranks=1).matrices
+        tensors = 3 * len(matrices) if fp8.recipe.scaling == "delayed" else 0
+        tensors += 6 * (1 if stack.cross is None else 2) if fp8.attention else 0
+        total += 4 * tensors * sum(fp8.layers) * (2 + fp8.recipe.amax_history_len)  # with the largest of each format
     return total
 
 

@@ -197,6 +197,8 @@ class KeyStates:
         """Return the overrides that fix a refused key, moving its value to the key that replaces it."""
         if row.fix is not None and self._family == "bert" and "ptuning" in row.fix:
             return f"~{path}"
+        if row.fix is not None and self._family == "t5" and "prompt_template" in row.fix:
+            return f"~{path} model.data.context_key=KEY model.data.label_key=KEY"
         if row.fix is not None:
             return row.fix.format(path=path, block=dotted_paths.parent_of(path))
         if row.pattern.endswith(".*"):

@@ -87,9 +87,11 @@ def delayed_scaling_is_possible(context: RuleContext) -> Iterator[Finding]:
     if not keys.fp8:
         return
     stacks = keys_by_stack(keys).items()
-    if not any(scaling_of(keys, stack.transformer_engine) == "delayed" for _, stack in stacks):
+    found = {scaling_of(keys, stack.transformer_engine) for _, stack in stacks}
+    if "delayed" not in found and not keys.fp8_dot_product_attention:
         for path in _DELAYED:
-            yield from unused(context, path, "model.fp8_recipe", "without `fp8_recipe` (delayed)")
+            when = "without `fp8_recipe` (delayed) or `fp8_dot_product_attention`"
+            yield from unused(context, path, "model.fp8_recipe", when)
         return
     without = [f"model.{at}transformer_engine" for at, stack in stacks if not stack.transformer_engine]
     if keys.fp8_recipe == "delayed" and without:
@@ -101,10 +103,50 @@ def delayed_scaling_is_possible(context: RuleContext) -> Iterator[Finding]:
         )
     if not keys.reduce_amax and num_processes(context) > 1:
         yield Finding.error(
-            ("model.reduce_amax", "model.fp8_recipe"),
-            f"`reduce_amax` (False) must be True with `fp8_recipe` (delayed) on {num_processes(context)} ranks: a "
+            ("model.reduce_amax", "model.fp8_recipe" if "delayed" in found else "model.fp8_dot_product_attention"),
+            f"`reduce_amax` (False) must be True with {_delayed(found)} on {num_processes(context)} ranks: a "
             "checkpoint holds one state of the scales",
             "model.reduce_amax=true",
+        )
+
+
+def _delayed(scalings: set[str]) -> str:
+    return "`fp8_recipe` (delayed)" if "delayed" in scalings else "`fp8_dot_product_attention` (True)"
+
+
+def fp8_attention_is_possible(context: RuleContext) -> Iterator[Finding]:
+    """Attention in fp8 needs TransformerEngine, one of its recipes, whole sequences and no dropout."""
+    keys, path = context.root.model, "model.fp8_dot_product_attention"
+    if not keys.fp8 or not keys.fp8_dot_product_attention:
+        return
+    for at, stack in keys_by_stack(keys).items():
+        if not stack.transformer_engine:
+            yield Finding.error(
+                (path, f"model.{at}transformer_engine"),
+                "`fp8_dot_product_attention` (True) needs `transformer_engine` (True): stoker's own kernels have no "
+                "attention in fp8",
+                f"model.{at}transformer_engine=true, or {path}=false",
+            )
+        if stack.attention_dropout:
+            yield Finding.error(
+                (path, f"model.{at}attention_dropout"),
+                f"`attention_dropout` ({stack.attention_dropout}) must be 0 with `fp8_dot_product_attention` (True), "
+                "whose kernels have no dropout",
+                f"model.{at}attention_dropout=0, or {path}=false",
+            )
+    if keys.fp8_recipe in ("rowwise", "blockwise"):
+        yield Finding.error(
+            (path, "model.fp8_recipe"),
+            f"`fp8_dot_product_attention` (True) cannot be combined with `fp8_recipe` ({keys.fp8_recipe}): attention "
+            "has one scale for each tensor",
+            f"model.fp8_recipe=delayed, or {path}=false",
+        )
+    if keys.context_parallel_size > 1 and keys.cp_comm_type != "a2a":
+        yield Finding.error(
+            (path, "model.cp_comm_type", "model.context_parallel_size"),
+            f"`fp8_dot_product_attention` (True) needs whole sequences, which ranks have with `cp_comm_type` a2a, not "
+            f"{format_value(keys.cp_comm_type)}",
+            f"model.cp_comm_type=a2a, or {path}=false",
         )
 
 
