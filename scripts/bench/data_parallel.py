@@ -31,15 +31,19 @@ from torch.multiprocessing.spawn import spawn
 WARM_UP, WINDOWS, WINDOW = 10, 4, 10
 MICRO_BATCH, SEQUENCE = 4, 4096
 BF16 = "model.fsdp_grad_reduce_dtype=bf16"
+ZERO1, GRAD = ["model.optim.name=distributed_fused_adam"], ["model.fsdp=true", "model.fsdp_sharding_strategy=grad"]
+OVERLAP = "model.optim.overlap_param_sync=true"
 LAYOUTS: dict[str, tuple[str, list[str]]] = {
     "alone": ("every GPU by itself", []),
     "ddp": ("data parallel", []),
-    "zero1": ("distributed optimizer", ["model.optim.name=distributed_fused_adam"]),
-    "grad": ("fsdp grad (ZeRO-2)", ["model.fsdp=true", "model.fsdp_sharding_strategy=grad"]),
+    "zero1": ("distributed optimizer", ZERO1),
+    "zero1_overlap": ("distributed optimizer, weights gathered in the forward pass", [*ZERO1, OVERLAP]),
+    "grad": ("fsdp grad (ZeRO-2)", GRAD),
+    "grad_overlap": ("fsdp grad, weights gathered in the forward pass", [*GRAD, OVERLAP]),
     "full": ("fsdp full", ["model.fsdp=true"]),
     "ddp_bf16": ("data parallel, reduction in bf16", [BF16]),
-    "zero1_bf16": ("distributed optimizer, reduction in bf16", [BF16, "model.optim.name=distributed_fused_adam"]),
-    "grad_bf16": ("fsdp grad, reduction in bf16", [BF16, "model.fsdp=true", "model.fsdp_sharding_strategy=grad"]),
+    "zero1_bf16": ("distributed optimizer, reduction in bf16", [BF16, *ZERO1]),
+    "grad_bf16": ("fsdp grad, reduction in bf16", [BF16, *GRAD]),
     "full_bf16": ("fsdp full, reduction in bf16", [BF16, "model.fsdp=true"]),
 }
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from distributed_runs import DistributedRuns, difference, records, samples_by_step
-from tiers import full_only
+from tiers import extra, full_only
 
 LIMIT = 1e-12
 
@@ -70,6 +70,12 @@ T5 = {
 """Two stacks of different layers and heads, two tables, a head bias, and cross-attention between them."""
 T5_MUON = {"model": T5["model"] | {"optim": {"name": "muon", "lr": 1e-2, "weight_decay": 0.1}}}
 EMA = {"exp_manager__ema": {"enable": True, "decay": 0.9}}
+OVERLAP = {"model__optim__overlap_param_sync": True}
+IN_TURN = {
+    "trainer__val_check_interval": 3,
+    "exp_manager__checkpoint_callback_params": {"every_n_train_steps": 2, "save_top_k": -1},
+}
+"""A step that is followed by the next one, one by a checkpoint, and one by a validation."""
 RAMP_UP = {"model__rampup_batch_size": [8, 8, 40], "trainer__max_steps": 5, "trainer__val_check_interval": 5}
 SIX = {"trainer__max_steps": 6}
 
@@ -163,6 +169,30 @@ def test_copy_engines_equal_one_process(runs, layout, ranks):
     together = runs.run(f"copy-engines-{layout}-{ranks}", ranks, copy_engines=True, **changes, **LAYOUTS[layout])
     assert list(together.parent.glob(f"{together.name}.memory*")), "they were not used"
     check_equal(together, alone, kinds=("model", "optimizer", "ema"))
+
+
+@pytest.mark.parametrize(
+    ("layout", "changes", "engines"),
+    [
+        ("zero1", UNTIED, False),
+        *extra(
+            ("zero1", EMA, True),
+            ("grad", {}, False),
+            ("grad", EMA | {"model__num_moe_experts": 4, "model__moe_router_topk": 2}, True),
+            ("zero1", BUCKETS | {"model__activations_checkpoint_granularity": "full"}, False),
+        ),
+    ],
+)
+def test_weights_gathered_when_layers_need_them(runs, layout, changes, engines):
+    """On a CPU they are gathered when they are waited for: who reads them without waiting reads old ones."""
+    number = f"{layout}-{len(changes)}-{engines}"
+    alone, together = (
+        runs.run(f"{name}-{number}", 2, copy_engines=engines, **LAYOUTS[layout], **changes, **IN_TURN, **more)
+        for name, more in (("at-once", {}), ("overlapped", OVERLAP))
+    )
+    kinds = ("model", "optimizer", *(["ema"] if "exp_manager__ema" in changes else []))
+    for last in (2, 3):
+        check_equal(together, alone, last, kinds=kinds, limit=0.0)
 
 
 @full_only

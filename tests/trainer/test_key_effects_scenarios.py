@@ -94,6 +94,9 @@ from stoker.trainer.loggers.logger_backends import LoggedRun
 from stoker.trainer.optim import optimizer_factory as optim_build
 from stoker.trainer.optim.ema import EMA
 from stoker.trainer.plan import run_inputs
+from stoker.trainer.plan.hardware import parse_gpu
+from stoker.trainer.plan.run_plan import gpu_target, make_plan
+from stoker.trainer.plan.traffic import step_traffic
 from stoker.trainer.train import train_as_rank
 from stoker.trainer.utils.errors import UserError
 from tests.helpers.resolved import build_data
@@ -151,6 +154,18 @@ def parameters_are_cut(harness: ConfigHarness) -> None:
     ]
     assert [(each.replicas, each.shards) for each in found] == [(4, 1), (1, 4), (1, 4), (2, 2)]
     assert len({str(each) for each in found}) == len(found)
+
+
+@story("model.optim.overlap_param_sync")
+def weights_are_gathered_in_the_forward_pass(harness: ConfigHarness) -> None:
+    def gathers(changes: Changes) -> list[str]:
+        root = harness.root({OPTIM + "name": "distributed_fused_adam", TRAINER + "devices": 2, **changes})
+        run = resolve_run(root, world_size=2, capability=(9, 0))
+        plan = make_plan(run, gpu_target(run, parse_gpu("h100")))
+        return [each.during for each in step_traffic(plan.inputs, plan.memory.layers) if each.kind == "all-gather"]
+
+    assert gathers({}) == ["update"]
+    assert gathers({OPTIM + "overlap_param_sync": True}) == ["forward"]
 
 
 @story(

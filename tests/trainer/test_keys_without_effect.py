@@ -25,6 +25,7 @@ LORA, ADAPTER, IA3 = ([WEIGHTS, f"model.peft.peft_scheme={scheme}"] for scheme i
             ["model.fp8=true", "model.first_last_layers_bf16=true", "model.num_layers_at_start_in_bf16=9"],
             MODEL + "num_layers_at_start_in_bf16",
         ),
+        (["model.optim.overlap_param_sync=true"], OPTIM + "overlap_param_sync"),
         (["data=mock", "model.data.splits_string='1,1,1'"], DATA + "splits_string"),
         (["model.data.index_mapping_dir=x"], DATA + "index_mapping_dir"),
         (["model.data.shuffle_documents=false"], DATA + "shuffle_documents"),

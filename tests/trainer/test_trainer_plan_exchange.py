@@ -82,6 +82,17 @@ def test_gradients_are_sent_as_they_are_and_their_sums_in_fp32(
     assert found == {("data", kind): width * plan.num_parameters for kind, width in collectives.items()}
 
 
+def test_weights_gathered_in_the_forward_pass_cost_less() -> None:
+    exposed: list[float] = []
+    for asked in (False, True):
+        plan = planned(
+            *LLAMA, ZERO1, f"model.optim.overlap_param_sync={asked}", "model.global_batch_size=16", devices=4
+        )
+        assert plan.time is not None
+        exposed.append(plan.time.traffic[0].exposed)
+    assert exposed[1] < 0.7 * exposed[0]
+
+
 def test_few_ranks_send_each_other_whole_gradients() -> None:
     """Bytes per parameter: two or three ranks send bf16 to each other one, four 3/4 of bf16 and of the fp32 sums."""
     for devices, sent in ((2, 2), (3, 4), (4, 4.5)):

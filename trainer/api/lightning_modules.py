@@ -194,7 +194,7 @@ class TransformerModule(pl.LightningModule):
         super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
         norm = self._optimizer.grad_norm
         if self._data_parallel is not None:
-            self._data_parallel.after_update()
+            self._data_parallel.gather_weights()
         if self._expert_balancer is not None and norm is not None:
             self._expert_balancer.after_update(norm)
         assert self._loss is not None

@@ -252,6 +252,7 @@ class TrainLoopCallback(pl.Callback):
             if validates or saves:
                 self._timer.pause()
             if validates:
+                module.wait_for_weights()
                 self._users.on_validation_start(module.trainer, module)
                 validation = self._run_validation(step, flags)
                 self.validation_pending = validation is None
@@ -278,6 +279,8 @@ class TrainLoopCallback(pl.Callback):
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Flush the deferred report of the last step, the profilers and the expert load."""
+        assert isinstance(pl_module, LanguageModule)
+        pl_module.wait_for_weights()
         with self._report_divergence():
             self._reporter.finish()
         self._profilers.close()
@@ -445,6 +448,7 @@ class TrainLoopCallback(pl.Callback):
 
 def _is_finite(module: LanguageModule) -> bool:
     """Return True if all weights on all ranks are finite; a collective."""
+    module.wait_for_weights()
     weights = [local_tensor(parameter) for parameter in module.model.parameters()]
     parameters = [weight for weight in weights if weight.dtype.itemsize > 1]  # frozen ones in fp8 stay finite
     bad = torch.stack([~torch.isfinite(parameter).all() for parameter in parameters]).any()

@@ -167,6 +167,7 @@ def _build_module(run: RunContext, state: TrainingState, schedule: BatchSchedule
         ),
         fp8_modules=in_fp8 if run.resolved.keeps_fp8_casts else [],
         fp8_scales=state.fp8_scales,
+        waits_for_weights=bool(run.callbacks.callbacks),
     )
 
 

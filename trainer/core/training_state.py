@@ -161,7 +161,15 @@ def build_data_parallel(run: ResolvedRun, device: torch.device, mesh: Mesh) -> D
     reduce_dtype = grad_reduce_dtype(run.model, TORCH_DTYPES[run.precision.weights])
     copy_engines = partial(build_collectives, mesh.replicas, device, run.model.copy_engine_collectives)
     if layout.replicates_weights:
-        return ReplicatedDataParallel(layout, device, reduce_dtype, mesh.replicas, mesh.expert_replicas, copy_engines())
+        return ReplicatedDataParallel(
+            layout,
+            device,
+            reduce_dtype,
+            mesh.replicas,
+            mesh.expert_replicas,
+            copy_engines(),
+            overlaps_gather=run.model.optim.overlap_param_sync,
+        )
     axes = mesh.layout
     sizes: dict[str, int] = {"tensor_ranks": axes.tensor, "expert_ranks": axes.expert, "pipeline_ranks": axes.pipeline}
     return ShardedDataParallel(layout, device, reduce_dtype, mesh.replicas.timeout, **sizes, copy_engines=copy_engines)
@@ -277,6 +285,6 @@ def build_ema(
         **(
             {}
             if data_parallel is None
-            else {"local_shard": data_parallel.local_shard, "all_gather_weights": data_parallel.after_update}
+            else {"local_shard": data_parallel.local_shard, "all_gather_weights": data_parallel.gather_weights}
         ),
     )

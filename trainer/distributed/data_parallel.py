@@ -74,7 +74,18 @@ class DataParallel:
         """Wait for pending gradient reductions."""
 
     def after_update(self) -> None:
-        """All-gather weights updated by other ranks, if this layout keeps full weights."""
+        """All-gather weights updated by other ranks, if this layout keeps full weights.
+
+        They may still be on their way: layers wait for theirs, and all else that reads weights for `wait_for_weights`.
+        """
+
+    def wait_for_weights(self) -> None:
+        """Make the current stream wait for the weights that `after_update` gathers."""
+
+    def gather_weights(self) -> None:
+        """All-gather weights updated by other ranks, and wait for them."""
+        self.after_update()
+        self.wait_for_weights()
 
     def reshard(self) -> None:
         """Reshard weights that were gathered for an evaluation."""

@@ -7,6 +7,8 @@ rows, and the other rows are all-gathered directly into the weights. With sharde
 batch, so that a rank keeps the gradients of its own rows only. FSDP2 does the same with copies into and out of
 communication buffers.
 
+Weights may be gathered while the next forward pass runs: each layer waits for its own (`overlap_param_sync`).
+
 Source: Rajbhandari et al. 2020, arXiv 1910.02054, section 5 (ZeRO-1 and ZeRO-2 communicate as much as data parallel).
 """
 
@@ -14,15 +16,16 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ...models.build import LanguageModel
+from ...models.build import LanguageModel, get_stacks
 from ...models.parallel.partition import RankPart, partitions_of
 from ..config.parameter_layout import DataParallelLayout
 from ..optim.base_optimizer import Optimizer
@@ -54,6 +57,8 @@ class ReplicatedDataParallel(DataParallel):
         replicas: the data-parallel ranks.
         expert_replicas: those of experts that ranks share; None without.
         copy_engines: collectives of the replicas by their copy engines; None: NCCL or gloo.
+        overlaps_gather: gather updated weights beside what runs after the update. On a CPU they are gathered when they
+            are waited for.
     """
 
     accumulates_gradients = True
@@ -66,8 +71,11 @@ class ReplicatedDataParallel(DataParallel):
         replicas: DistributedContext,
         expert_replicas: DistributedContext | None = None,
         copy_engines: CopyEngineCollectives | None = None,
+        *,
+        overlaps_gather: bool = False,
     ) -> None:
         self._copy_engines = copy_engines
+        self._overlaps_gather = overlaps_gather and layout.shards > 1
         self._replicas = replicas
         self._expert_replicas = expert_replicas
         super().__init__(layout, replicas.group, None if expert_replicas is None else expert_replicas.group)
@@ -79,6 +87,8 @@ class ReplicatedDataParallel(DataParallel):
         self._micro_batches = 1
         self._passed: list[int] = []
         self._sent: deque[tuple[Any, list[Tensor]]] = deque()
+        self._in_layers: set[int] = set()
+        self._awaited: dict[int, Callable[[], None]] = {}
         # Side stream, so that communication overlaps with backward.
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
@@ -108,14 +118,22 @@ class ReplicatedDataParallel(DataParallel):
         for number, unit in enumerate(self._units):
             for parameter in unit.parameters:
                 parameter.register_post_accumulate_grad_hook(self._grad_hook(number))
+        if self._overlaps_gather:
+            number_of = {parameter: number for number, unit in enumerate(self._units) for parameter in unit.parameters}
+            for layer in (layer for stack in get_stacks(model) for layer in stack.layers):
+                own = sorted({number_of[parameter] for parameter in layer.parameters() if parameter in number_of})
+                layer.register_forward_pre_hook(self._layer_hook(own))
+                self._in_layers.update(own)
 
     def before_step(self, micro_batches: int) -> None:
         """Start a step; unless they are sharded, gradients are reduced over ranks in the last backward pass only."""
         self._micro_batches = micro_batches
         self._passed = [0] * len(self._units)
+        self._wait_for(number for number in list(self._awaited) if number not in self._in_layers)
 
     def before_update(self) -> None:
-        """Make the current stream wait for the gradient reductions."""
+        """Make the current stream wait for the gradient reductions, and for weights that no layer has used."""
+        self.wait_for_weights()
         if self._stream is not None:
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
         self._sent.clear()
@@ -125,20 +143,58 @@ class ReplicatedDataParallel(DataParallel):
         """All-gather the rows updated by other ranks."""
         if self.layout.shards == 1:
             return
-        for unit in self._units:
-            weights, ranks = [parameter.detach() for parameter in unit.parameters], unit.ranks
-            if ranks.world_size == 1:
-                continue
-            even = [weight for weight in weights if _is_even(weight, ranks)]
-            if even and self._copy_engines is not None and ranks is self._replicas:
-                self._copy_engines.all_gather([_chunk(weight, ranks) for weight in even], even)
-            elif even:
-                with self._coalesced(ranks):
-                    for weight in even:
-                        all_gather_single(weight, _chunk(weight, ranks), group=ranks.group)
-            for weight in weights:
-                if not _is_even(weight, ranks):
-                    weight.copy_(gather_rows(_chunk(weight, ranks), weight.shape[0], ranks.group))
+        if not self._overlaps_gather:
+            for unit in self._units:
+                self._gather(unit)
+            return
+        # what is not in a layer first: a step begins with embeddings, and waits for all of these
+        for number in sorted(range(len(self._units)), key=lambda number: number in self._in_layers):
+            wait = partial(self._gather, self._units[number])
+            if self._stream is not None:
+                with self._communication_stream():
+                    wait()
+                    wait = partial(self._wait_for_event, self._stream.record_event())
+            self._awaited[number] = wait
+
+    @torch.no_grad()
+    def wait_for_weights(self) -> None:
+        """Make the current stream wait for the rows updated by other ranks."""
+        self._wait_for(list(self._awaited))
+
+    def _wait_for(self, units: Iterable[int]) -> None:
+        for number in units:
+            if (wait := self._awaited.pop(number, None)) is not None:
+                wait()
+
+    def _wait_for_event(self, event: Any) -> None:
+        torch.cuda.current_stream(self._device).wait_event(event)
+
+    @torch.no_grad()
+    def _gather(self, unit: _Unit) -> None:
+        """All-gather the weights of a bucket on the current stream."""
+        weights, ranks = [parameter.detach() for parameter in unit.parameters], unit.ranks
+        if ranks.world_size == 1:
+            return
+        even = [weight for weight in weights if _is_even(weight, ranks)]
+        if even and self._copy_engines is not None and ranks is self._replicas:
+            self._copy_engines.all_gather([_chunk(weight, ranks) for weight in even], even)
+        elif even:
+            with self._coalesced(ranks):
+                for weight in even:
+                    all_gather_single(weight, _chunk(weight, ranks), group=ranks.group)
+        for weight in weights:
+            if not _is_even(weight, ranks):
+                weight.copy_(gather_rows(_chunk(weight, ranks), weight.shape[0], ranks.group))
+
+    def _layer_hook(self, units: Sequence[int]) -> Callable[[nn.Module, tuple[Any, ...]], None]:
+        owner = weakref.ref(self)
+
+        def hook(_: nn.Module, inputs: tuple[Any, ...]) -> None:
+            strategy = owner()
+            if strategy is not None:
+                strategy._wait_for(units)
+
+        return hook
 
     def _grad_hook(self, unit: int) -> Callable[[Tensor], None]:
         owner = weakref.ref(self)  # a hook that held this object, which holds the parameter, would never be freed

@@ -68,6 +68,7 @@ class LanguageModule(pl.LightningModule):
         expert_balancer: called before and after each step; None without experts.
         fp8_modules: those whose weights are cast to fp8 once for all micro batches of a step, not for each.
         fp8_scales: state of delayed scaling, which is updated once a step; None without.
+        waits_for_weights: weights of other ranks must be there after each step, for callbacks that may read them.
 
     Attributes:
         unwrapped_optimizer: the unwrapped optimizer; Lightning wraps it.
@@ -95,6 +96,7 @@ class LanguageModule(pl.LightningModule):
         expert_balancer: ExpertBalancer | None = None,
         fp8_modules: Sequence[nn.Module] = (),
         fp8_scales: DelayedScaling | None = None,
+        waits_for_weights: bool = False,
     ) -> None:
         super().__init__()
         self.automatic_optimization = False
@@ -120,6 +122,7 @@ class LanguageModule(pl.LightningModule):
         self._fp8_modules = list(fp8_modules)
         self._fp8_scales = fp8_scales
         self._weight_offloads = find_weight_offloads(model)
+        self._waits_for_weights = waits_for_weights or bool(self._weight_offloads)
         self.lr = schedule(step)
         self.pending_metrics: list[tuple[Tensor, ...]] = []
 
@@ -146,7 +149,9 @@ class LanguageModule(pl.LightningModule):
             targets = targets / loss_scale
         if self.expert_balancer is not None:
             self.expert_balancer.before_step(self.step, loss_scale)
-        cast_fp8_weights(self._fp8_modules)
+        if self._fp8_modules:
+            self.wait_for_weights()
+            cast_fp8_weights(self._fp8_modules)
         losses: list[Tensor] = []
         if self.data_parallel is not None:
             self.data_parallel.before_step(len(batch.indices))
@@ -171,6 +176,8 @@ class LanguageModule(pl.LightningModule):
         optimizer.step()
         if self.data_parallel is not None:
             self.data_parallel.after_update()
+            if self._waits_for_weights:
+                self.data_parallel.wait_for_weights()
         self.step += 1
         self.ranks.report_step(self.step)
         assert state.grad_norm is not None
@@ -181,6 +188,13 @@ class LanguageModule(pl.LightningModule):
             self.pending_metrics.append((loss, state.grad_norm))
         else:
             self.pending_metrics.append((loss / loss_scale, state.grad_norm, loss_scale))
+
+    def wait_for_weights(self) -> None:
+        """Make the current stream wait for weights that are gathered from other ranks: before they are read after a
+        step, but by its layers.
+        """
+        if self.data_parallel is not None:
+            self.data_parallel.wait_for_weights()
 
     def _loss_and_gradients(self, fields: Fields, targets: Tensor) -> Tensor:
         """Run forward and backward of one micro batch without a host sync; return its loss, accumulate into `.grad`."""

@@ -15,7 +15,7 @@ from typing import get_args
 from ...models.layer import layer_traffic
 from ...models.layers.cost import StackInputs
 from ...models.model_cost import outer_traffic, stage_traffic
-from ...models.parallel.traffic import Collective, CollectiveKind, CommunicationAxis, bytes_by_collective
+from ...models.parallel.traffic import Collective, CollectiveKind, CommunicationAxis, Pass, bytes_by_collective
 from ...models.stack import stack_traffic
 from ...models.tensor_parallel import count_partial_gradients
 from ..distributed.gathered_weights import SLOTS
@@ -116,7 +116,9 @@ def _update_traffic(run: RunInputs, layers: Sequence[LayerInStack]) -> Iterator[
         if in_two:
             yield Collective(axis, "all-gather", trained * sums.updated, "backward", number=units, overlaps=True)
         if layout.shards > 1:
-            yield Collective(axis, "all-gather", trained * run.widths.weights, "update", number=units)
+            overlaps = run.model_config.optim.overlap_param_sync
+            during: Pass = "forward" if overlaps else "update"
+            yield Collective(axis, "all-gather", trained * run.widths.weights, during, number=units, overlaps=overlaps)
 
 
 def _stays_gathered(run: RunInputs, layers: Sequence[LayerInStack]) -> int:

@@ -24,7 +24,7 @@ _AT = "model.optim"
 _SCHED = "model.optim.sched"
 _OWN_SCHEDULE_KEYS = frozenset({"lr", "min_lr", "max_steps", "kwargs"})
 """Keys that a schedule of the user's own gets."""
-_COMMON_KEYS = frozenset({"name", "lr", "weight_decay", "sched"})
+_COMMON_KEYS = frozenset({"name", "lr", "weight_decay", "overlap_param_sync", "sched"})
 
 
 def _schedule_length(context: RuleContext) -> int:

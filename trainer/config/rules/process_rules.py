@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from ....models.config.key_block import Finding
 from ....models.config.stack import divisors
 from ..node_counts import fits, min_nodes
+from ..parameter_layout import DISTRIBUTED_OPTIMIZERS
 from .rule_context import RuleContext, has_16_bit_weights, no_effect, num_data_ranks, num_processes
 
 PARALLEL_SIZE_KEYS = frozenset(
@@ -141,6 +142,12 @@ def distributed_keys_need_processes(context: RuleContext) -> Iterator[Finding]:
     ):
         if path in context.given and not acts:
             yield no_effect(path, "trainer.devices", f"with one {_rank_name(context)}")
+    shards = model.optim.name in DISTRIBUTED_OPTIMIZERS or (model.fsdp and model.fsdp_sharding_strategy == "grad")
+    if model.optim.overlap_param_sync and not (shards and several):
+        when = "without a distributed optimizer or `fsdp_sharding_strategy: grad`"
+        if shards:
+            when = f"with one {_rank_name(context)}"
+        yield no_effect("model.optim.overlap_param_sync", "trainer.devices" if shards else "model.optim.name", when)
     if reduce in context.given and several and not has_16_bit_weights(context):
         when = "with weights that are not 16-bit: gradients are reduced in their own dtype"
         yield no_effect(reduce, "trainer.precision", when)
