@@ -1,8 +1,9 @@
-"""Inputs of backend selection: the specification of an attention call and the versions of the installed software."""
+"""Inputs of backend selection: the specification of an attention call, installed software and measured times."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from math import log2
 from typing import Literal
 
 DType = Literal["fp64", "fp32", "bf16", "fp16"]
@@ -18,6 +19,9 @@ _BIAS_WORDS = {
     "slopes": "ALiBi slopes",
     "slopes_with_gradient": "ALiBi slopes with gradient",
 }
+
+MAX_OCTAVES = 1.0
+"""Largest distance of a call's length, as log2 of the ratio, from a measured one; none beyond the longest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +39,7 @@ class InstalledSoftware:
         flash_attn_3: FlashAttention 3 is installed where TransformerEngine looks for it.
         flash_attn_4: FlashAttention 4 is installed where TransformerEngine looks for it.
         deterministic_algorithms: `torch.use_deterministic_algorithms(True)` is set.
+        measured: times of the backends with this software on the card of the run, which decide within a family.
     """
 
     torch: tuple[int, int]
@@ -47,6 +52,7 @@ class InstalledSoftware:
     flash_attn_3: bool = False
     flash_attn_4: bool = False
     deterministic_algorithms: bool = False
+    measured: MeasuredTimes | None = field(default=None, hash=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,3 +191,102 @@ class AttentionCall:
         if self.deterministic:
             parts.append("deterministic")
         return ", ".join(parts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredShape:
+    """A shape of self-attention, and the time that each backend takes for it.
+
+    Attributes:
+        group_size: query heads of a key and value head.
+        tokens: queries and keys of a sequence.
+        batch: sequences per call.
+        heads: query heads.
+        milliseconds: backend -> (forward, backward) of a training step.
+        refused: backend -> why it could not be measured, although its limits allow the shape.
+    """
+
+    head_dim: int
+    group_size: int
+    tokens: int
+    causal: bool
+    batch: int
+    heads: int
+    bias: Bias = "none"
+    dtype: DType = "bf16"
+    milliseconds: dict[str, tuple[float, float]] = field(default_factory=dict)
+    refused: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def training_flops(self) -> float:
+        """FLOPs of forward and backward, without masked pairs: 2 matmuls and 5."""
+        pairs = self.batch * self.heads * self.tokens**2 / (2 if self.causal else 1)
+        return 14 * self.head_dim * pairs
+
+    def __str__(self) -> str:
+        mask, bias = "causal" if self.causal else "full", "" if self.bias == "none" else f", {self.bias}"
+        return f"head width {self.head_dim}, group size {self.group_size}, {self.tokens} tokens, {mask}{bias}"
+
+    def time(self, backend: str, *, training: bool) -> float | None:
+        """Return the milliseconds of a backend, of forward and backward in training; None if not measured."""
+        found = self.milliseconds.get(backend)
+        return None if found is None else sum(found[: 1 + training])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredTimes:
+    """All measured shapes of a card.
+
+    Attributes:
+        source: file and date of the measurement, for messages.
+    """
+
+    source: str
+    shapes: tuple[MeasuredShape, ...]
+
+    def nearest(self, call: AttentionCall) -> tuple[MeasuredShape | None, str]:
+        """Return the measured shape that stands for a call; None and the reason if there is none.
+
+        Head width, mask, kind of bias and width of the dtype are equal, group size and length the nearest ones.
+        """
+        if unmeasured := _unmeasured(call):
+            return None, f"not measured with {unmeasured}"
+        bits, bias = _bits(call.dtype), call.bias.removesuffix("_with_gradient")
+        shapes = [
+            shape
+            for shape in self.shapes
+            if (shape.head_dim, shape.causal, _bits(shape.dtype)) == (call.head_dim, call.causal, bits)
+            and shape.bias.removesuffix("_with_gradient") == bias
+        ]
+        longest = max((shape.tokens for shape in shapes), default=0)
+
+        def octaves(shape: MeasuredShape) -> float:
+            return abs(log2(min(call.keys, longest) / shape.tokens))
+
+        near = [shape for shape in shapes if octaves(shape) <= MAX_OCTAVES]
+        if not near:
+            return None, "no measured shape is near"
+        group_size = call.heads / call.groups
+        return min(near, key=lambda shape: (octaves(shape), abs(log2(group_size / shape.group_size)))), ""
+
+
+def _bits(dtype: DType) -> str:
+    return {"bf16": "16", "fp16": "16"}.get(dtype, dtype)
+
+
+def _unmeasured(call: AttentionCall) -> str:
+    """Return the first option of a call that no measured shape has; empty if there is none."""
+    options = {
+        "varying lengths": call.any_length,
+        "other lengths of queries and keys": call.queries != call.keys,
+        "a window": call.window is not None,
+        "chunks": bool(call.attention_chunk),
+        "packed documents": call.packed,
+        "padding": call.padding,
+        "attention sinks": call.sinks,
+        "a softcap": bool(call.softcap),
+        "dropout": bool(call.dropout),
+        "value heads of another width": call.has_other_values,
+        "deterministic kernels": call.deterministic,
+    }
+    return next((name for name, given in options.items() if given), "")

@@ -19,6 +19,8 @@ from .flags import AttentionFlags
 
 FAMILIES: tuple[BackendFamily, ...] = ("flash", "fused", "unfused")
 LARGE_SCORES_BYTES = 1 << 30
+MEASURED_MARGIN = 1.02
+"""Ratio of measured times up to which the order of the table stays: times of two measurements differ by as much."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,6 +224,60 @@ def _row(
     return BackendCandidate(name, family, reason is None, reason or "can run")
 
 
+# ---------------------------------------------------------------- measured times
+
+
+def _fastest(
+    call: AttentionCall,
+    rows: tuple[BackendCandidate, ...],
+    first: BackendCandidate,
+    installed: InstalledSoftware,
+    *,
+    prefers_te: bool,
+) -> tuple[tuple[BackendCandidate, ...], BackendCandidate, str]:
+    """Choose within the family of the first accepted row what the measured times of the card say is fastest.
+
+    Backends that need more memory than the first one (a mask, a dense bias, saved scores) do not take part.
+
+    Returns:
+        the rows, with ratios of measured times; the chosen one; what the times say, to follow the reason of the order.
+    """
+    times = installed.measured
+    if times is None:
+        return rows, first, ""
+    if prefers_te:
+        return rows, first, f"; {times.source} is not asked, because of `transformer_engine: True`"
+    shape, why = times.nearest(call)
+    if shape is None:
+        return rows, first, f"; {times.source} decides nothing here: {why}"
+    family = [row for row in rows if row.accepted and row.family == first.family]
+    found = {row: shape.time(row.backend, training=call.training) for row in family if _needs_no_more(call, row, first)}
+    measured = {row: time for row, time in found.items() if time is not None}
+    if first not in measured:
+        return rows, first, f"; {times.source} has no time of it for {shape}"
+    best = min(measured, key=lambda row: measured[row])
+    best = first if measured[first] <= MEASURED_MARGIN * measured[best] else best
+    ratios = {row: measured[row] / measured[best] for row in measured}
+    others = ", ".join(f"{row.backend} takes {ratio:.2f} times as long" for row, ratio in ratios.items() if row != best)
+    rows = tuple(
+        replace(row, reason=f"{row.reason}, measured {ratios[row]:.2f} times as long")
+        if row in ratios and row is not best
+        else row
+        for row in rows
+    )
+    return rows, best, f"; by {times.source}, {shape}: {others or 'nothing else of its family is measured'}"
+
+
+def _needs_no_more(call: AttentionCall, row: BackendCandidate, first: BackendCandidate) -> bool:
+    """Return True if a backend needs no tensor of the size of the scores that the first one does without."""
+
+    def needs(name: str) -> tuple[bool, bool, bool]:
+        backend = BACKENDS_BY_NAME[name]
+        return backend.needs_document_mask(call), backend.needs_dense_bias(call), backend.saves_scores
+
+    return all(a <= b for a, b in zip(needs(row.backend), needs(first.backend), strict=True))
+
+
 # ---------------------------------------------------------------- selection
 
 
@@ -243,7 +299,8 @@ def select_backend(
         attention_backend: `auto`, one family or one backend; never overridden.
         transformer_engine: True prefers TransformerEngine within each family, False removes it, None does neither.
         flags: the NVTE_* switches, which can remove backends.
-        installed: versions of the installed software.
+        installed: versions of the installed software, and measured times of the card, which decide within the family
+            of the first backend that is left, unless `attention_backend` names one.
 
     Raises:
         NoBackendError: no backend is left, or the requested one was removed or cannot run the call.
@@ -279,6 +336,9 @@ def select_backend(
     if chosen is None:
         raise NoBackendError("\n".join([f"no attention backend for {call}:", *format_candidates(rows)]), rows)
     explained = why if requested == "auto" else f"requested by `attention_backend` ({requested})"
+    if requested not in BACKENDS_BY_NAME:
+        rows, chosen, measured = _fastest(call, rows, chosen, installed, prefers_te=bool(transformer_engine))
+        explained += measured
     rows = tuple(replace(row, reason=f"chosen ({explained})") if row is chosen else row for row in rows)
     notes = (
         *_memory_notes(call, BACKENDS_BY_NAME[chosen.backend]),

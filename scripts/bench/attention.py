@@ -28,7 +28,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -39,65 +38,18 @@ from attention_report import SECTIONS, Row, report
 from torch import Tensor
 
 from stoker.kernels import lse_first_attention, scaled_masked_softmax
+from stoker.kernels.timing import Event, TimedCall, in_turns, record_event
 
 ROUND_MS = 40.0
-HEAD_START_CYCLES = 4_000_000  # about 2 ms, in which the host queues a whole call, so that launches are not timed
 MAX_DENSE_BIAS_TOKENS = 16384
 SOFTMAX_ELEMENTS = 128 << 20
-SLOW_MS, SLOW_ROUNDS = 250.0, 2  # contenders that take longer get fewer rounds
 COMPILED = ("ours", "ours, no bias", "lse_first", "lse_first stage 1", "FlexAttention")
-Call = Callable[[], list[torch.cuda.Event]]
 
 
 # ---------------------------------------------------------------- measuring
 
 
-def _event() -> torch.cuda.Event:
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
-
-
-def in_turns(
-    calls: dict[str, Call], rounds: int, round_ms: float = ROUND_MS, *, head_start: bool = True
-) -> dict[str, list[list[float]]]:
-    """Time the calls in turns.
-
-    Args:
-        calls: by contender; each has run once before, and returns the events it recorded.
-        rounds: number of rounds.
-        round_ms: time per contender and round.
-        head_start: let the device sleep until the host has queued a call.
-
-    Returns:
-        Milliseconds between consecutive events: contender -> list per interval -> list per round.
-    """
-    flush = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
-    counts, slow = {}, set()
-    for name, call in calls.items():
-        events = call()
-        torch.cuda.synchronize()
-        duration = events[0].elapsed_time(events[-1])
-        counts[name] = max(3 if duration < SLOW_MS / 4 else 1, min(100, int(round_ms / max(duration, 1e-3))))
-        slow |= {name} if duration > SLOW_MS else set()
-    results: dict[str, list[list[float]]] = {name: [] for name in calls}
-    for number in range(rounds):
-        for name in list(calls) if number % 2 == 0 else list(calls)[::-1]:
-            if name in slow and number >= SLOW_ROUNDS:
-                continue
-            samples = []
-            for _ in range(counts[name]):
-                flush.zero_()
-                if head_start:
-                    torch.cuda._sleep(HEAD_START_CYCLES)
-                samples.append(calls[name]())
-            torch.cuda.synchronize()
-            intervals = [[a.elapsed_time(b) for a, b in pairwise(e)] for e in samples]
-            results[name].append([statistics.median(column) for column in zip(*intervals, strict=True)])
-    return {name: [list(column) for column in zip(*per_round, strict=True)] for name, per_round in results.items()}
-
-
-def _peak_mib(call: Call) -> float:
+def _peak_mib(call: TimedCall) -> float:
     """Return the device memory one call allocates at its peak, in MiB."""
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
@@ -153,7 +105,7 @@ def attention_row(shape: Shape, names: list[str], broken: dict[str, str], rounds
     table = shape.table()
     leaves = [q, k, v] if table is None else [q, k, v, table]
     upstream = torch.randn(q.shape, device="cuda", dtype=q.dtype)
-    calls: dict[str, Call] = {}
+    calls: dict[str, TimedCall] = {}
     refused: dict[str, str] = {}
     peak: dict[str, float] = {}
     expected = None
@@ -175,16 +127,16 @@ def attention_row(shape: Shape, names: list[str], broken: dict[str, str], rounds
 
         def run(
             attend: Any = attend, bias: Tensor | None = bias, inputs: list[Tensor] = inputs, name: str = name
-        ) -> list[torch.cuda.Event]:
-            start = _event()
+        ) -> list[Event]:
+            start = record_event()
             out = attend(q, k, v, bias)
-            middle = _event()
+            middle = record_event()
             if name in FORWARD_ONLY:
                 return [start, middle]
             torch.autograd.grad(out, inputs, upstream)
-            return [start, middle, _event()]
+            return [start, middle, record_event()]
 
-        def measure_peak(run: Call = run, name: str = name) -> None:
+        def measure_peak(run: TimedCall = run, name: str = name) -> None:
             peak[name] = _peak_mib(run)
 
         reason = _try(name, run)
@@ -207,7 +159,7 @@ def attention_row(shape: Shape, names: list[str], broken: dict[str, str], rounds
     if not rounds:
         return {"refused": refused}
     row: Row = {"ms": {}, "refused": refused, "peak_mib": peak, "forward_flops": shape.forward_flops}
-    for name, intervals in in_turns(calls, rounds).items():
+    for name, intervals in in_turns(calls, rounds, ROUND_MS).items():
         row["ms"][name] = {"forward": intervals[0]}
         if name not in FORWARD_ONLY:
             both = [forward_ms + backward_ms for forward_ms, backward_ms in zip(*intervals, strict=True)]
@@ -268,31 +220,31 @@ def host_row(keys: int, rounds: int) -> Row:
     q = torch.randn(1, queries, heads, head_dim, device="cuda", dtype=torch.bfloat16)
     k, v = (torch.randn(1, keys, heads, head_dim, dtype=torch.bfloat16).pin_memory() for _ in range(2))
 
-    def from_host() -> list[torch.cuda.Event]:
-        start = _event()
+    def from_host() -> list[Event]:
+        start = record_event()
         with torch.no_grad():
             lse_first_attention(q, k, v, chunk_size=chunk)
-        return [start, _event()]
+        return [start, record_event()]
 
     from_host()
     peak = {"from the host": _peak_mib(from_host)}
     on_device = [x.cuda() for x in (k, v)]
 
-    def from_device() -> list[torch.cuda.Event]:
-        start = _event()
+    def from_device() -> list[Event]:
+        start = record_event()
         with torch.no_grad():
             lse_first_attention(q, *on_device)
-        return [start, _event()]
+        return [start, record_event()]
 
-    def copy() -> list[torch.cuda.Event]:
-        start = _event()
+    def copy() -> list[Event]:
+        start = record_event()
         for host, device in zip((k, v), on_device, strict=True):
             device.copy_(host, non_blocking=True)
-        return [start, _event()]
+        return [start, record_event()]
 
     calls = {"from the host": from_host, "on the device": from_device, "the copy alone": copy}
     from_device()
-    times = {name: {"forward": t[0]} for name, t in in_turns(calls, rounds, head_start=False).items()}
+    times = {name: {"forward": t[0]} for name, t in in_turns(calls, rounds, ROUND_MS, head_start=False).items()}
     return {"ms": times, "peak_mib": peak, "refused": {}, "forward_flops": 6 * heads * head_dim * queries * keys}
 
 
@@ -317,29 +269,29 @@ def softmax_row(columns: int, kind: str, broken: dict[str, str], rounds: int) ->
         "torch": eager,
         "torch.compile": torch.compile(eager, dynamic=False),
     }
-    calls: dict[str, Call] = {}
+    calls: dict[str, TimedCall] = {}
     refused: dict[str, str] = {}
     for name, function in contenders.items():
         if name in broken or (name == "torch" and not rounds):
             refused[name] = broken.get(name, "nothing to compile")
             continue
 
-        def run(function: Any = function) -> list[torch.cuda.Event]:
-            start = _event()
+        def run(function: Any = function) -> list[Event]:
+            start = record_event()
             out = function(x)
-            middle = _event()
+            middle = record_event()
             torch.autograd.grad(out, x, upstream)
-            return [start, middle, _event()]
+            return [start, middle, record_event()]
 
         if reason := _try(name, run):
             refused[name] = reason
         else:
             calls[name] = run
 
-    def copy() -> list[torch.cuda.Event]:
-        start = _event()
+    def copy() -> list[Event]:
+        start = record_event()
         x.detach().clone()
-        return [start, _event()]
+        return [start, record_event()]
 
     if not rounds:
         return {"refused": refused}
