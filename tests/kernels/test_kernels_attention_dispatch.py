@@ -14,7 +14,13 @@ from hypothesis import strategies as st
 from tiers import looped
 
 from stoker.kernels.attention.backend_support import BACKENDS, BACKENDS_BY_NAME
-from stoker.kernels.attention.call_spec import AttentionCall, Bias, InstalledSoftware
+from stoker.kernels.attention.call_spec import (
+    AttentionCall,
+    Bias,
+    InstalledSoftware,
+    MeasuredShape,
+    MeasuredTimes,
+)
 from stoker.kernels.attention.dispatch import NoBackendError, format_selections, preference_order, select_backend
 from stoker.kernels.attention.flags import AttentionFlags
 
@@ -564,6 +570,104 @@ def test_flags_and_keys_only_remove(call: AttentionCall, switch: bool | None, fl
     assert flags.flash >= ("flash" in families)
     assert flags.fused >= ("fused" in families)
     assert flags.unfused >= ("unfused" in families)
+
+
+# ---------------------------------------------------------------- measured times
+
+
+def measured(times: dict[str, float], installed: InstalledSoftware = FULL, **changes: Any) -> InstalledSoftware:
+    """Return software with the times of one shape, that of HOPPER, half of each forward."""
+    options: dict[str, Any] = {
+        "head_dim": 128,
+        "group_size": 4,
+        "tokens": 4096,
+        "causal": True,
+        "batch": 4,
+        "heads": 16,
+    }
+    both = {name: (time / 2, time / 2) for name, time in times.items()}
+    shape = MeasuredShape(**options | changes, milliseconds=both)
+    return dataclasses.replace(installed, measured=MeasuredTimes(source="T of D", shapes=(shape,)))
+
+
+def test_the_fastest_of_the_first_family_by_the_table() -> None:
+    card = measured({"sdpa_cudnn": 3.0, "te_fused": 2.0, "triton": 1.0, "sdpa_flash": 0.9, "te_flash": 1.2})
+    assert chosen(HOPPER, FULL) == "sdpa_cudnn"
+    decision = select_backend(HOPPER, flags=ON, installed=card)
+    reasons = {row.backend: row.reason for row in decision.rows}
+    assert decision.backend == "te_fused", "flash would be faster, and is not the first family"
+    assert reasons["te_fused"].endswith(
+        "; by T of D, head width 128, group size 4, 4096 tokens, causal: sdpa_cudnn takes 1.50 times as long)"
+    )
+    assert reasons["sdpa_cudnn"] == "can run, measured 1.50 times as long"
+    assert chosen(HOPPER, card, flags=AttentionFlags(fused=False)) == "sdpa_flash"
+    assert chosen(HOPPER, card, attention_backend="flash") == "sdpa_flash"
+    assert chosen(HOPPER, card, attention_backend="triton") == "triton"
+    assert chosen(HOPPER, card, transformer_engine=False) == "sdpa_cudnn"
+    assert chosen(HOPPER, measured({"sdpa_cudnn": 2.03, "te_fused": 2.0})) == "sdpa_cudnn", "within the margin"
+    assert chosen(HOPPER, measured({"te_fused": 2.0})) == "sdpa_cudnn", "it has no time of the first one"
+    forward = {"sdpa_cudnn": (1.0, 9.0), "te_fused": (2.0, 2.0)}
+    one = dataclasses.replace(card.measured.shapes[0], milliseconds=forward)  # type: ignore[union-attr]
+    card = dataclasses.replace(FULL, measured=MeasuredTimes(source="T", shapes=(one,)))
+    assert chosen(HOPPER, card) == "te_fused"
+    assert chosen(dataclasses.replace(HOPPER, training=False), card) == "sdpa_cudnn", "only the forward pass counts"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"head_dim": 64},
+        {"causal": False},
+        {"queries": 2000, "keys": 2000},
+        {"any_length": True},
+        {"dropout": 0.1},
+        {"deterministic": True},
+        {"queries": 512},
+        {"bias": "dense"},
+    ],
+)
+def test_calls_that_no_measured_shape_stands_for(changes: dict[str, Any]) -> None:
+    call, card = dataclasses.replace(HOPPER, **changes), measured({"sdpa_cudnn": 3.0, "te_fused": 2.0})
+    assert chosen(call, card) == chosen(call, FULL)
+    row = next(row for row in select_backend(call, flags=ON, installed=card).rows if row.reason.startswith("chosen"))
+    assert "T of D decides nothing here: " in row.reason
+
+
+def test_nearest_measured_shape() -> None:
+    rows = [(4, 1024), (4, 4096), (1, 4096), (4, 16384)]
+    shapes = tuple(
+        MeasuredShape(head_dim=128, group_size=ratio, tokens=tokens, causal=True, batch=1, heads=16)
+        for ratio, tokens in rows
+    )
+    times = MeasuredTimes(source="T", shapes=shapes)
+
+    def nearest(tokens: int, groups: int) -> MeasuredShape | None:
+        return times.nearest(dataclasses.replace(HOPPER, queries=tokens, keys=tokens, groups=groups))[0]
+
+    assert nearest(1500, 4) == shapes[0]
+    assert nearest(3000, 2) == shapes[1]
+    assert nearest(3000, 16) == shapes[2]
+    assert nearest(1 << 20, 4) == shapes[3], "rates no longer change beyond the longest"
+    assert nearest(500, 4) is None
+
+
+def test_speed_is_not_bought_with_memory() -> None:
+    call = dataclasses.replace(HOPPER, bias="distance_with_gradient", reach=128, groups=16)
+    card = measured({"triton": 2.0, "sdpa_efficient": 1.0}, group_size=1, bias="distance_with_gradient")
+    assert chosen(call, card) == "triton", "the others expand the bias over queries and keys"
+
+
+@given(call=CALLS, flags=st.builds(AttentionFlags, flash=st.booleans(), fused=st.booleans()), data=st.data())
+def test_times_never_change_the_family(call: AttentionCall, flags: AttentionFlags, data: st.DataObject) -> None:
+    times = {row.name: data.draw(st.floats(0.1, 9)) for row in BACKENDS}
+    bias = call.bias if call.bias != "dense" else "none"
+    shape = {"head_dim": call.head_dim, "group_size": 1, "tokens": call.keys, "causal": call.causal, "bias": bias}
+    card = measured(times, **shape)
+    before = select_backend(call, flags=flags, installed=FULL)
+    after = select_backend(call, flags=flags, installed=card)
+    assert BACKENDS_BY_NAME[after.backend].family == BACKENDS_BY_NAME[before.backend].family
+    assert [row.accepted for row in after.rows] == [row.accepted for row in before.rows]
+    assert after == select_backend(call, flags=flags, installed=card)
 
 
 def test_dispatch_imports_no_torch() -> None:

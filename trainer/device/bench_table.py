@@ -9,9 +9,9 @@ import re
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
-from pydantic import ValidationError
+from pydantic import ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError, field_validator
 
 from ...kernels.attention.backend_support import format_version
 from ...kernels.attention.call_spec import InstalledSoftware, MeasuredShape, MeasuredTimes
@@ -29,26 +29,26 @@ _NO_TABLE = "none"
 class MatmulRate(ConfigBlock):
     """TFLOP/s of the product of (tokens, 4096) and (4096, 4096); of (tokens, 1024) and (1024, 1024) on a CPU."""
 
-    tokens: int
-    matmul: float
+    tokens: PositiveInt
+    matmul: PositiveFloat
     """In bf16; in fp32 on a CPU."""
-    fp8: float | None = None
+    fp8: PositiveFloat | None = None
     """With operands cast before; None without fp8 tensor cores."""
 
 
 class Rates(ConfigBlock):
     """Rates that `stoker plan` estimates from."""
 
-    matmul: tuple[MatmulRate, ...]
-    memory: float
+    matmul: Annotated[tuple[MatmulRate, ...], Field(min_length=1)]
+    memory: PositiveFloat
     """GB/s, read and written, of a copy in the memory of the card."""
-    launch: float
+    launch: PositiveFloat
     """Microseconds in which the host launches a kernel."""
-    host_link: float | None = None
+    host_link: PositiveFloat | None = None
     """GB/s of copies from pinned host memory; None on a CPU."""
-    peer_link: float | None = None
+    peer_link: PositiveFloat | None = None
     """GB/s of NCCL's all-reduce between the GPUs of a machine (bus bandwidth); None if not measured."""
-    network: float | None = None
+    network: PositiveFloat | None = None
     """The same between machines, of each GPU."""
 
     def described(self) -> list[tuple[str, str]]:
@@ -67,6 +67,7 @@ class Rates(ConfigBlock):
 class BenchTable(ConfigBlock):
     """What was measured, on which card and with which software."""
 
+    model_config = ConfigDict(strict=False)  # lists of JSON are tuples
     card: str
     torch: str
     triton: str | None
@@ -74,6 +75,15 @@ class BenchTable(ConfigBlock):
     rates: Rates | None = None
     """None in a checkpoint, which records the times that its attention was chosen by."""
     attention: tuple[MeasuredShape, ...]
+
+    @field_validator("attention")
+    @classmethod
+    def _check_positive(cls, shapes: tuple[MeasuredShape, ...]) -> tuple[MeasuredShape, ...]:
+        for shape in shapes:
+            sizes = shape.head_dim, shape.group_size, shape.tokens, shape.batch, shape.heads
+            if min(*sizes, *(time for both in shape.milliseconds.values() for time in both)) <= 0:
+                raise ValueError(f"sizes and times must be positive ({shape})")
+        return shapes
 
     def why_ignored(self, card: str, software: InstalledSoftware) -> str:
         """Return why the table does not hold for a card and software; empty if it does."""
