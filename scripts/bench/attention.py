@@ -1,7 +1,7 @@
 """Attention benchmark on one GPU: our kernels, PyTorch's, FlexAttention and TransformerEngine.
 
     python scripts/bench/attention.py [--sections plain distance lse_first softmax host memory short] [--rounds 5]
-        [--compile-ahead 12] [--minutes 9] [--results attention.jsonl] [--report attention.md]
+        [--compile-ahead 12] [--minutes 9] [--results attention.jsonl]
         [--only D128 S4096 ...] [--skip FlexAttention]
 
 All contenders of a shape alternate within each round (in reversed order every second round), with random data. Before
@@ -21,7 +21,6 @@ from __future__ import annotations
 import argparse
 import datetime
 import gc
-import json
 import os
 import statistics
 import subprocess
@@ -34,13 +33,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from attention_peers import FORWARD_ONLY, IGNORES_BIAS, NEEDS_DENSE_BIAS, PEERS, Shape
-from attention_report import SECTIONS, Row, report
+from rounds import Row, append_row, print_tables, read_rows
 from torch import Tensor
 
 from stoker.kernels import lse_first_attention, scaled_masked_softmax
 from stoker.kernels.timing import Event, TimedCall, in_turns, record_event
 
 ROUND_MS = 40.0
+SECTIONS = ("plain", "distance", "lse_first", "softmax", "host", "memory", "short")
 MAX_DENSE_BIAS_TOKENS = 16384
 SOFTMAX_ELEMENTS = 128 << 20
 COMPILED = ("ours", "ours, no bias", "lse_first", "lse_first stage 1", "FlexAttention")
@@ -399,22 +399,12 @@ def _device_name() -> str:
     return torch.cuda.get_device_name()
 
 
-def _read_lines(file: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
-
-
-def _append(file: Path, line: dict[str, Any]) -> None:
-    with file.open("a") as stream:
-        stream.write(json.dumps(line) + "\n")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=list(SECTIONS))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--minutes", type=float, default=9.0, help="time limit for starting shapes")
     parser.add_argument("--results", type=Path, default=Path("attention.jsonl"), help="file to append to")
-    parser.add_argument("--report", type=Path, help="file for the tables of all results, as markdown")
     parser.add_argument("--only", nargs="+", default=[], help="shapes whose name contains all of these words")
     parser.add_argument("--skip", nargs="+", default=[], choices=PEERS, help="contenders to leave out")
     parser.add_argument("--list", action="store_true", help="only print the shapes")
@@ -430,7 +420,7 @@ def main() -> None:
     if arguments.list:
         print("\n".join(f"{section}: {name}" for section, name, _ in wanted))
         return
-    measured = {(r["section"], r["shape"]) for r in _read_lines(arguments.results) if r["device"] == _device_name()}
+    measured = {(r["section"], r["shape"]) for r in read_rows(arguments.results) if r["device"] == _device_name()}
     wanted = [job for job in wanted if job[:2] not in measured]
     if arguments.compile_part:
         compile_part(wanted, arguments.compile_part)
@@ -440,10 +430,7 @@ def main() -> None:
         compile_ahead(arguments.compile_ahead)
         print(f"compiled in {time.monotonic() - begin:.0f} s", flush=True)
     left = measure_all(wanted, arguments.results, arguments.rounds, begin + 60 * arguments.minutes)
-    text = report(_read_lines(arguments.results))
-    print(text)
-    if arguments.report:
-        arguments.report.write_text(text)
+    print_tables([f"attention_{section}" for section in arguments.sections], arguments.results)
     if left:
         print(f"{left} shapes are not measured yet; run the same command again.")
 
@@ -457,7 +444,7 @@ def measure_all(wanted: list[Job], results: Path, rounds: int, deadline: float) 
     device = {"device": _device_name(), **versions, "rounds": rounds}
     broken_file = results.with_suffix(".broken.jsonl")
     broken: dict[tuple[str, str], dict[str, str]] = {}
-    for line in _read_lines(broken_file):
+    for line in read_rows(broken_file):
         broken.setdefault((line["section"], line["shape"]), {})[line["contender"]] = line["reason"]
     left = 0
     for section, name, measure in wanted:
@@ -475,9 +462,9 @@ def measure_all(wanted: list[Job], results: Path, rounds: int, deadline: float) 
         except Exception as error:
             contender, reason = error.args if isinstance(error, BrokenDeviceError) else ("all", _in_one_line(error))
             print(f"{section}: {name}: {contender} broke the device: {reason}", flush=True)
-            _append(broken_file, {"section": section, "shape": name, "contender": contender, "reason": reason})
+            append_row(broken_file, {"section": section, "shape": name, "contender": contender, "reason": reason})
             _restart((deadline - time.monotonic()) / 60)
-        _append(results, row)
+        append_row(results, row)
         brief = {peer: round(statistics.median(t.get("both", t["forward"])), 3) for peer, t in row["ms"].items()}
         elapsed = time.monotonic() - begin
         print(f"{section}: {name}: ms {brief} {row['refused'] or ''} in {elapsed:.1f} s", flush=True)
