@@ -54,7 +54,7 @@ from stoker.kernels.moe.grouped_matmul import (
     unsupported_reason,
 )
 from stoker.kernels.moe.tile_map import Tiles
-from stoker.kernels.timing import TimedCall, in_turns
+from stoker.kernels.timing import Event, TimedCall, in_turns, record_event
 
 OURS = "ours"
 DENSE = "dense MLP"
@@ -246,12 +246,6 @@ def products(shape: Shape) -> dict[str, Product]:
 # ---------------------------------------------------------------- measuring
 
 
-def event() -> torch.cuda.Event:
-    mark = torch.cuda.Event(enable_timing=True)
-    mark.record()
-    return mark
-
-
 def build_step(function: Function, tensors: Tensors) -> Callable[[], tuple[Tensor, ...]]:
     """Return a function that runs forward and backward once and returns the output and the gradients."""
 
@@ -326,12 +320,12 @@ def layer_row(shape: Shape, rounds: int) -> Row:
     calls: dict[str, TimedCall] = {}
     for name, (function, inputs) in functions.items():
 
-        def run(function: Function = function, inputs: Tensors = inputs) -> list[torch.cuda.Event]:
-            start = event()
+        def run(function: Function = function, inputs: Tensors = inputs) -> list[Event]:
+            start = record_event()
             out = function(*inputs.leaves)
-            middle = event()
+            middle = record_event()
             torch.autograd.grad(out, inputs.leaves, inputs.upstream)
-            return [start, middle, event()]
+            return [start, middle, record_event()]
 
         peak, reason = try_run(name, lambda run=run: peak_mib(run))
         if reason is not None:
@@ -364,10 +358,10 @@ def matmul_row(shape: Shape, what: str, rounds: int) -> Row:
             row["refused"][name] = reason
             continue
 
-        def run(function: Callable[[], Tensor] = function) -> list[torch.cuda.Event]:
-            start = event()
+        def run(function: Callable[[], Tensor] = function) -> list[Event]:
+            start = record_event()
             function()
-            return [start, event()]
+            return [start, record_event()]
 
         calls[name] = run
     if rounds:

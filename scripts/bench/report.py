@@ -1,7 +1,6 @@
 """One report of all benchmarks: the tables and plots of docs/results, in the marked parts of docs/benchmarks.md.
 
     python scripts/bench/report.py                      write docs/benchmarks.md, docs/plots/*.svg and docs/speed.svg
-    python scripts/bench/report.py --check              exit 1 if they are not what the results render to
     python scripts/bench/report.py NAME [--results F]   print one table, of another results file
 
 A table is an entry of `TABLES`; one with results fills the lines between `<!-- table: NAME -->` and `<!-- end -->`.
@@ -13,7 +12,6 @@ from __future__ import annotations
 import argparse
 import re
 import statistics
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
@@ -32,6 +30,8 @@ import plan_layouts
 import t5_step
 import training_step
 from rounds import Row, environment_line, failures, read_rows
+
+from stoker.trainer.plan.hardware import bf16_peak_flops
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 GIB = 2**30
@@ -166,7 +166,6 @@ def tokens_at_peak(device: str, overrides: Sequence[str]) -> float | None:
     from stoker.trainer.config.load import load_run_config
     from stoker.trainer.config.resolved_run import resolve_run
     from stoker.trainer.core.training_loop import build_throughput
-    from stoker.trainer.plan.hardware import bf16_peak_flops
 
     run = resolve_run(load_run_config(None, None, list(overrides)).root, world_size=1, capability=(9, 0))
     peak = bf16_peak_flops(device)
@@ -196,67 +195,52 @@ def _is_of(row: Row, run: str) -> bool:
 def exchange(rows: list[Row]) -> Rendered:
     """Render data-parallel layouts, each as fast as its slowest GPU."""
     tokens = data_parallel.MICRO_BATCH * data_parallel.SEQUENCE
-    slowest = [
-        row
-        | {"peer": row["layout"], "seconds": [max(row["seconds"])], "tokens_per_second": tokens / max(row["seconds"])}
-        for row in rows
-    ]
+    slowest = [(row, max(row["seconds"])) for row in rows]
     titles = {name: title for name, (title, _) in data_parallel.LAYOUTS.items()}
-    columns = ("ms/step", "tokens/s per GPU", "peak GiB", "speed")
-    return runs(titles, columns, base="alone", by_speed=False)(slowest)
+    render = runs(titles, ("ms/step", "tokens/s per GPU", "peak GiB", "speed"), base="alone", by_speed=False)
+    return render(
+        [row | {"peer": row["layout"], "seconds": [time], "tokens_per_second": tokens / time} for row, time in slowest]
+    )
 
 
 # ---------------------------------------------------------------- kernels: a line for each shape
 
 
-def ratio_of(row: Row, ours: str, peer: str, what: str) -> float | None:
-    """Return the speed of `ours` relative to `peer`; None if one was not measured."""
-    mine, theirs = (row["ms"].get(name, {}).get(what) for name in (ours, peer))
-    if not mine or not theirs:
-        return None
-    return statistics.median(b / a for a, b in zip(mine, theirs, strict=False))  # slow ones have fewer rounds
+def kernels(kinds: Mapping[str, float], *, milliseconds: bool = False) -> Callable[[list[Row]], Rendered]:
+    """Return the renderer of contenders by shape: TFLOP/s of each kind of pass, speed of `ours` over theirs, peak MiB.
 
+    Args:
+        kinds: passes, and their FLOPs over those of the forward pass; the last one is drawn.
+        milliseconds: begin with the time of the last kind.
+    """
 
-def _teraflops(row: Row, name: str, what: str, factor: float) -> float | None:
-    times = row["ms"].get(name, {}).get(what)
-    return factor * row["forward_flops"] / statistics.median(times) / 1e9 if times else None
+    def render(rows: list[Row]) -> Rendered:
+        names = sorted(
+            dict.fromkeys(n for row in rows for n in [*row["ms"], *row["refused"]]), key=lambda n: n != "ours"
+        )
+        last, lines, values = [*kinds][-1], [], {row["shape"]: {} for row in rows}
+        for row in rows:
+            cells, flops, ours = [], row["forward_flops"] / 1e9, row["ms"].get("ours", {})
+            for name in names:
+                times = row["ms"].get(name)
+                if times is None:
+                    cells.append(row["refused"].get(name, "-")[:70])
+                    continue
+                medians = {what: statistics.median(times[what]) for what in kinds if what in times}
+                speeds = {what: kinds[what] * flops / time for what, time in medians.items()}
+                parts = ["/".join(f"{speeds[what]:.0f}" if what in speeds else "-" for what in kinds)]
+                if ours and name != "ours":  # slow ones have fewer rounds
+                    pairs = {what: zip(ours[what], times[what], strict=False) for what in speeds}
+                    ratios = {what: statistics.median(b / a for a, b in each) for what, each in pairs.items()}
+                    parts.append(f"({'/'.join(f'{ratios[what]:.2f}' if what in ratios else '-' for what in kinds)})")
+                parts += [f"{row['peak_mib'][name]:.0f}"] if name in row.get("peak_mib", {}) else []
+                cells.append(" ".join([f"{medians[last]:.3f} ms", *parts] if milliseconds else parts))
+                values[row["shape"]] |= {name: speeds[last]} if last in speeds else {}
+            lines.append([row["shape"] + ("" if row.get("bitwise", True) else ", NOT bitwise repeatable"), *cells])
+        peak = bf16_peak_flops(rows[0]["device"])
+        return Rendered(["shape", *names], lines, values, f"TFLOP/s, {last}", peak and peak / 1e12)
 
-
-def _peak(row: Row) -> float | None:
-    from stoker.trainer.plan.hardware import bf16_peak_flops
-
-    peak = bf16_peak_flops(row["device"])
-    return peak and peak / 1e12
-
-
-def _contenders(rows: list[Row]) -> list[str]:
-    names = dict.fromkeys(name for row in rows for name in [*row["ms"], *row["refused"]])
-    return sorted(names, key=lambda name: name != "ours")
-
-
-def _shape(row: Row) -> str:
-    return row["shape"] + ("" if row.get("bitwise", True) else ", NOT bitwise repeatable")
-
-
-def attention(rows: list[Row]) -> Rendered:
-    names, lines = _contenders(rows), []
-    kinds = (("forward", 1.0), ("backward", 2.5), ("both", 3.5))
-    values: Values = {row["shape"]: {} for row in rows}
-    for row in rows:
-        cells = []
-        for name in names:
-            if name in row["refused"]:
-                cells.append(row["refused"][name][:70])
-                continue
-            speeds = [_teraflops(row, name, what, factor) for what, factor in kinds]
-            text = "/".join("-" if speed is None else f"{speed:.0f}" for speed in speeds)
-            if name != "ours":
-                found = [ratio_of(row, "ours", name, what) for what, _ in kinds]
-                text += " (" + "/".join("-" if each is None else f"{each:.2f}" for each in found) + ")"
-            cells.append(text + (f" {row['peak_mib'][name]:.0f}" if name in row["peak_mib"] else ""))
-            values[row["shape"]] |= {name: speeds[2]} if speeds[2] else {}
-        lines.append([_shape(row), *cells])
-    return Rendered(["shape", *names], lines, values, "TFLOP/s, forward and backward", _peak(rows[0]))
+    return render
 
 
 def from_host(rows: list[Row]) -> Rendered:
@@ -265,14 +249,8 @@ def from_host(rows: list[Row]) -> Rendered:
         row["shape"]: {title: statistics.median(row["ms"][name]["forward"]) for name, title in names.items()}
         for row in rows
     }
-    lines = [
-        [
-            row["shape"],
-            *(f"{ms:.1f}" for ms in values[row["shape"]].values()),
-            f"{row['peak_mib']['from the host']:.0f}",
-        ]
-        for row in rows
-    ]
+    peaks = {row["shape"]: f"{row['peak_mib']['from the host']:.0f}" for row in rows}
+    lines = [[shape, *(f"{ms:.1f}" for ms in times.values()), peaks[shape]] for shape, times in values.items()]
     head = ["keys", *(f"ms, {title}" for title in names.values()), "peak MiB, keys on the host"]
     return Rendered(head, lines, values, "ms")
 
@@ -293,40 +271,6 @@ def softmax(rows: list[Row]) -> Rendered:
             values[row["shape"]][name] = parts[0]
         lines.append([row["shape"], *cells, f"{row['largest_relative_error']:.1e}"])
     return Rendered(["rows of", *names, "error"], lines, values, "bandwidth of the forward, of a copy's", 1.0)
-
-
-def experts(rows: list[Row]) -> Rendered:
-    lines, values = [], {row["shape"]: {} for row in rows}
-    for row in rows:
-        for name in _contenders([row]):
-            if name in row["refused"]:
-                lines.append([row["shape"], name, row["refused"][name], *[""] * 4])
-                continue
-            kinds = (("forward", 1.0), ("backward", 2.0), ("both", 3.0))
-            speedup = None if name == "ours" else ratio_of(row, "ours", name, "both")
-            cells = [_ms(row, name, what, factor) for what, factor in kinds]
-            cells += ["" if speedup is None else f"{speedup:.2f}", f"{row['peak_mib'].get(name, 0):.0f}"]
-            lines.append([_shape(row), name, *cells])
-            values[row["shape"]][name] = _teraflops(row, name, "both", 3.0) or 0.0
-    head = ["layer", "contender", "forward", "backward", "both", "ratio", "peak"]
-    return Rendered(head, lines, values, "TFLOP/s, forward and backward", _peak(rows[0]))
-
-
-def matmuls(rows: list[Row]) -> Rendered:
-    names = _contenders(rows)
-    lines = [
-        [row["shape"], *(row["refused"].get(name) or _ms(row, name, "forward", 1.0) for name in names)] for row in rows
-    ]
-    values = {
-        row["shape"]: {name: speed for name in names if (speed := _teraflops(row, name, "forward", 1.0))}
-        for row in rows
-    }
-    return Rendered(["matmul", *names], lines, values, "TFLOP/s", _peak(rows[0]))
-
-
-def _ms(row: Row, name: str, what: str, factor: float) -> str:
-    speed = _teraflops(row, name, what, factor)
-    return "-" if speed is None else f"{statistics.median(row['ms'][name][what]):.3f} ({speed:.0f})"
 
 
 # ---------------------------------------------------------------- plans
@@ -445,15 +389,18 @@ def several(rows: list[Row]) -> Rendered:
 
 
 GENERATE = ("tokens/s", "ms/token", "of the limit", "peak GiB", "stoker is faster by")
-SECTIONS = {"plain": attention, "short": attention, "distance": attention, "memory": attention, "lse_first": attention}
+ATTENTION = kernels({"forward": 1.0, "backward": 2.5, "both": 3.5})
+SECTIONS = dict.fromkeys(("plain", "short", "distance", "memory", "lse_first"), ATTENTION)
 SECTIONS |= {"host": from_host, "softmax": softmax}
+EXPERTS = kernels({"forward": 1.0, "backward": 2.0, "both": 3.0}, milliseconds=True)
+MATMULS = kernels({"forward": 1.0}, milliseconds=True)
 LOOP = runs(loop_overhead.TITLES, ("ms/step", "time, of the bare loop"), base="loop", by_speed=False)
 MOVED, ONE_RUN = "2026-11-23, all that", "2026-11-23, one run"
 TABLES: dict[str, Table] = {
     "training_step": Table("training_step.jsonl", runs(training_step.TITLES), overrides=training_step.OVERRIDES),
     **{
-        f"loop_{case}": Table("loop_overhead.jsonl", LOOP, lambda row, case=case: row["case"] == case, keys)
-        for case, keys in ((case, [*keys, *loop_overhead.COMMON]) for case, keys in loop_overhead.CASES.items())
+        f"loop_{case}": Table("loop_overhead.jsonl", LOOP, lambda row, case=case: row["case"] == case)
+        for case in loop_overhead.CASES
     },
     **{
         f"t5_{name}": Table(
@@ -462,8 +409,8 @@ TABLES: dict[str, Table] = {
         for name, shape in t5_step.SHAPES.items()
     },
     "moe_step": Table("moe_step.jsonl", runs(moe_step.TITLES, base="stoker_bf16"), overrides=["experiment=moe_bench"]),
-    "moe_layer": Table("moe_layer.jsonl", experts, lambda row: row["section"] == "layer"),
-    "moe_matmul": Table("moe_layer.jsonl", matmuls, lambda row: row["section"] == "matmul"),
+    "moe_layer": Table("moe_layer.jsonl", EXPERTS, lambda row: row["section"] == "layer"),
+    "moe_matmul": Table("moe_layer.jsonl", MATMULS, lambda row: row["section"] == "matmul"),
     **{
         f"lora{'_packed' * packed}": Table(
             "lora_step.jsonl",
@@ -499,11 +446,12 @@ TABLES: dict[str, Table] = {
     "parallel": Table("parallel.jsonl", several),
 }
 SPEED = {
-    "GPT 1.2 B, sequence 4096": "training_step",
-    "MoE 1.5 B, 8 experts top-2": "moe_step",
-    "T5 base, 512 / 114 tokens": "t5_short",
-    "T5 base, 2048 / 512 tokens": "t5_long",
+    "GPT 1.2 B, sequence 4096": ("training_step", "stoker"),
+    "MoE 1.5 B, 8 experts top-2, bf16": ("moe_step", "stoker_bf16"),
+    "T5 base, 512 / 114 tokens": ("t5_short", "stoker"),
+    "T5 base, 2048 / 512 tokens": ("t5_long", "stoker"),
 }
+"""Table and contender of each bar of docs/speed.svg."""
 
 
 def environment(rows: Iterable[Row]) -> str:
@@ -549,52 +497,51 @@ LEFT, WIDTH, ROW, TOP = 400, 460, 18, 40
 def draw(values: Values, unit: str, limit: float | None, limit_name: str = "limit") -> str:
     """Return an SVG: a line for each label, with a bar for one value or a dot for each of several; the limit dashed."""
     series = list(dict.fromkeys(name for row in values.values() for name in row))
-    most = 1.08 * max([value for row in values.values() for value in row.values()] + ([limit] if limit else []))
-    height = TOP + ROW * len(values) + 30
+    colors = {name: COLORS[number % len(COLORS)] for number, name in enumerate(series)}
+    scale = WIDTH / max([value for row in values.values() for value in row.values()] + ([limit] if limit else []))
+    bottom = TOP + ROW * len(values)
 
-    def x(value: float) -> str:
-        return f"{LEFT + WIDTH * value / most:.1f}"
+    def text(x: float, y: float, label: str, anchor: str = "start", color: str = "black") -> str:
+        return f'<text x="{x:.1f}" y="{y}" text-anchor="{anchor}" fill="{color}">{escape(label)}</text>'
 
-    parts = [f'<text x="{LEFT}" y="{height - 8}">{escape(unit)}</text>']
-    for number, name in enumerate(series):
-        place = LEFT + WIDTH * number // len(series) if len(series) > 1 else LEFT
-        parts += [f'<text x="{place}" y="14" fill="{COLORS[number % len(COLORS)]}">&#9679; {escape(name)}</text>']
-    if limit:
+    parts = [text(LEFT, bottom + 32, unit)]
+    for number, name in enumerate(series if len(series) > 1 else ()):
+        parts.append(text(10 + (LEFT + WIDTH) * number // len(series), 14, f"\u25cf {name}", color=colors[name]))
+    for tick in (0, 0.25, 0.5, 0.75, 1):
+        value = WIDTH / scale * tick
         parts.append(
-            f'<path d="M{x(limit)} {TOP - 6}V{height - 24}" stroke="#b02020" stroke-dasharray="4 3"/>'
-            f'<text x="{x(limit)}" y="{TOP - 10}" fill="#b02020" text-anchor="middle">{escape(limit_name)}</text>'
+            text(LEFT + WIDTH * tick, bottom + 16, f"{value:,.{0 if value >= 10 or not tick else 2}f}", "middle")
         )
+        parts.append(f'<path d="M{LEFT + WIDTH * tick} {TOP}V{bottom}" stroke="#dddddd"/>')
+    if limit:
+        x = LEFT + scale * limit
+        parts.append(f'<path d="M{x:.1f} {TOP - 6}V{bottom}" stroke="#b02020" stroke-dasharray="4 3"/>')
+        parts.append(text(x, TOP - 10, limit_name, "middle", "#b02020"))
     for number, (label, row) in enumerate(values.items()):
         y = TOP + ROW * number + ROW // 2
-        parts.append(f'<text x="{LEFT - 8}" y="{y + 4}" text-anchor="end">{escape(label[:70])}</text>')
-        for name, value in row.items():
-            color = COLORS[series.index(name) % len(COLORS)]
-            if len(row) == 1:
-                parts.append(
-                    f'<rect x="{LEFT}" y="{y - 6}" width="{WIDTH * value / most:.1f}" height="12" fill="{color}"/>'
-                    f'<text x="{float(x(value)) + 4:.1f}" y="{y + 4}">{value:,.{0 if value >= 100 else 2}f}</text>'
-                )
-            else:
-                parts.append(f'<circle cx="{x(value)}" cy="{y}" r="4" fill="{color}" fill-opacity="0.8"/>')
-    size = f'width="{LEFT + WIDTH + 60}" height="{height}"'
+        parts.append(text(LEFT - 8, y + 4, label[:70], "end"))
+        for name, value in reversed(row.items()):  # the first one on top
+            x = scale * value
+            if len(row) > 1:
+                parts.append(f'<circle cx="{LEFT + x:.1f}" cy="{y}" r="4" fill="{colors[name]}" fill-opacity="0.8"/>')
+                continue
+            parts.append(f'<rect x="{LEFT}" y="{y - 6}" width="{x:.1f}" height="12" fill="{colors[name]}"/>')
+            parts.append(text(LEFT + x + 4, y + 4, f"{value:,.{0 if value >= 100 else 2}f}"))
+    size = f'width="{LEFT + WIDTH + 70}" height="{bottom + 40}"'
     head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif" font-size="11">'
     return "\n".join([head, '<rect width="100%" height="100%" fill="white"/>', *parts, "</svg>\n"])
 
 
 def speed_values() -> Values:
-    """Return the speed of stoker over the fastest peer of each training step, of the newest date."""
+    """Return the speed of stoker over the fastest peer of each training step, the median within their rounds."""
     found: Values = {}
-    for title, name in SPEED.items():
-        rows = [row for row in TABLES[name].rows() if row.get("tokens_per_second")]
-        newest = max(row["date"] for row in rows if row["peer"] == "stoker")
-        speeds: dict[str, list[float]] = {}
-        for row in rows:
-            if row["date"] == newest:
-                speeds.setdefault(row["peer"], []).append(row["tokens_per_second"])
-        medians = {peer: statistics.median(each) for peer, each in speeds.items()}
-        fastest = max(speed for peer, speed in medians.items() if not peer.startswith("stoker"))
-        device = next(row["device"] for row in rows if row["date"] == newest)
-        found[f"{title} ({device}, {newest})"] = {"stoker": medians["stoker"] / fastest}
+    for title, (name, base) in SPEED.items():
+        rows = [row for row in TABLES[name].rows() if "refused" not in row]
+        ours = [row for row in rows if row["peer"] == base]
+        peers = {row["peer"] for row in rows if row["peer"].startswith(PEERS)}
+        ratios = [Contender(peer, [row for row in rows if row["peer"] == peer], ours, "").ratio for peer in peers]
+        label = f"{title} ({ours[-1]['device']}, {ours[-1]['date']})"
+        found[label] = {"stoker": min(ratio for ratio in ratios if ratio is not None)}
     return found
 
 
@@ -627,19 +574,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("name", nargs="?", choices=TABLES)
     parser.add_argument("--results", type=Path, help="results file of the named table")
-    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if something would change")
     arguments = parser.parse_args()
     if arguments.name:
         print(text_of(arguments.name, arguments.results))
         return
-    changed = [path for path, text in files().items() if not path.exists() or path.read_text() != text]
-    for path in changed:
-        print(f"{path.relative_to(DOCS.parent)} {'differs from the results' if arguments.check else 'written'}")
-        if not arguments.check:
-            path.parent.mkdir(exist_ok=True)
-            path.write_text(files()[path])
-    if arguments.check and changed:
-        sys.exit("run python scripts/bench/report.py")
+    for path, text in files().items():
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
 
 
 if __name__ == "__main__":
