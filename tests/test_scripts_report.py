@@ -70,8 +70,10 @@ def test_layouts_on_several_gpus(report: ModuleType) -> None:
         *(run(number, 4, "torchtitan", speed) for number, speed in ((1, 330.0), (3, 304.0))),
         {"round": 1, "case": "tp", "devices": 4, "peer": "megatron", "refused": "out of memory"},
     ]
+    from report_tables import parallel
+
     found = report.TABLES["parallel"].render(rows)
-    title, tensor = report.parallel.CASES["fsdp"].title, report.parallel.CASES["tp"].title
+    title, tensor = (parallel.CASES[name].title for name in ("fsdp", "tp"))
     assert ["4", title, "stoker", "316", "79", "8.0", "0.950", ""] in found.lines
     assert ["4", title, "torchtitan", "317", "79", "8.0", "", "1.095 x"] in found.lines
     assert ["4", tensor, "Megatron-core, distributed optimizer", "out of memory", *[""] * 4] in found.lines
