@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import NamedTuple
 
 import data_parallel
@@ -205,9 +206,9 @@ def softmax(rows: list[Row]) -> Rendered:
 
 
 def plans(rows: list[Row]) -> Rendered:
-    """Render the runs of the last seed, and the errors of all seeds."""
+    """Render the runs of the seed measured last, and the errors of all seeds."""
     ran = [row for row in rows if "refused" not in row]
-    shown, notes = [row for row in ran if row["seed"] == max(row["seed"] for row in ran)], []
+    shown, notes = [row for row in ran if row["seed"] == ran[-1]["seed"]], []
     lines = []
     for row in shown:
         planned, allocated, reserved = (f"{row[key] / GIB:.2f}" for key in ("planned", "allocated", "reserved"))
@@ -251,9 +252,10 @@ def layouts(rows: list[Row]) -> Rendered:
 
 
 def longest(rows: list[Row]) -> Rendered:
-    lines, values = [], {}
-    for mode, (title, _) in longest_sequence.MODES.items():
-        tried = [row for row in rows if row["peer"] == mode]
+    lines, values, limits = [], {}, dict.fromkeys(row["memory"] for row in rows)
+    for limit, (mode, (title, _)) in product(limits, longest_sequence.MODES.items()):
+        tried = [row for row in rows if (row["peer"], row["memory"]) == (mode, limit)]
+        title = f"{title}, {limit:g} GiB" if limit else title
         trained = sorted((row for row in tried if "refused" not in row), key=lambda row: row["tokens"])
         if not tried:
             continue
