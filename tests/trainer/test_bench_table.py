@@ -17,11 +17,12 @@ from stoker.kernels.attention.call_spec import InstalledSoftware, MeasuredShape
 from stoker.kernels.attention.installed_software import detect_installed_software
 from stoker.trainer.cli.main import main
 from stoker.trainer.device.bench_table import (
+    BenchTable,
     MatmulRate,
     Rates,
     card_name,
     find_table,
-    new_table,
+    versions,
     write_table,
 )
 from stoker.trainer.plan import measure_rates
@@ -42,7 +43,8 @@ def written(file: Path, card: str, times: dict[str, float], software: InstalledS
     sizes: dict[str, Any] = {"head_dim": 128, "group_size": 4, "tokens": 4096, "causal": True, "batch": 4, "heads": 16}
     both = {name: (time / 2, time / 2) for name, time in times.items()}
     measured = MeasuredShape(**sizes | shape, milliseconds=both, refused={"sdpa_math": "no: memory"})
-    write_table(new_table(card, software, "2026-11-27", RATES, [measured]), file)
+    table = BenchTable(card=card, **versions(software), date="2026-11-27", rates=RATES, attention=(measured,))
+    write_table(table, file)
     return file
 
 
@@ -62,10 +64,12 @@ def test_file_and_when_it_holds(file: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert found.times is not None
     assert found.times.shapes[0].milliseconds == {"triton": (0.5, 0.5)}
     assert found.source == f"{file} of 2026-11-27"
-    assert find_table("B", NOW).ignored == f"{file} is ignored: measured on A, not B; `stoker bench` measures again"
+    assert (
+        find_table("B", NOW).ignored == f"{file} is ignored: measured with card A, not B; `stoker bench` measures again"
+    )
     for version, other in (("torch", (2, 14)), ("triton", None)):
         ignored = find_table("A", replace(NOW, **{version: other})).ignored
-        assert f"measured with {version} {'2.13, not 2.14' if other else '3.6, not missing'}" in ignored
+        assert f"measured with {version} {'2.13, not 2.14' if other else '3.6, not none;'}" in ignored
     assert find_table("A", NOW, {"STOKER_BENCH": "none"}).table is None, "env_vars of the configuration come first"
     text = file.read_text()
     file.write_text(text.replace("0.5]", "0.0]"))
@@ -131,7 +135,7 @@ def test_rates_adjust_a_plan(file: Path, capsys: pytest.CaptureFixture[str]) -> 
     written(file, "another", {}, torch_here())
     before = plan()
     assert before["device"]["bench"] == ""
-    assert f"{file} is ignored: measured on another, not {gpu.name}" in before["notes"][0]
+    assert f"{file} is ignored: measured with card another, not {gpu.name}" in before["notes"][0]
     written(file, gpu.name, {"sdpa_cudnn": 20.0}, torch_here())
     after = plan()
     assert after["device"]["bench"] == f"{file} of 2026-11-27"
@@ -195,7 +199,7 @@ def test_a_resumed_run_keeps_its_kernels(file: Path, tmp_path: Path) -> None:
     assert run(3)[0] == "sdpa_math", "of a checkpoint of a resumed run too"
     written(file, "another card", own, here, **shape)
     backend, log = run(1, "without")
-    assert f"{file} is ignored: measured on another card, not {card_name(CPU)}" in log
+    assert f"{file} is ignored: measured with card another card, not {card_name(CPU)}" in log
     assert backend == "unfused"
     written(file, card_name(CPU), torchs, here, **shape)
     backend, log = run(2, "without")
@@ -222,4 +226,4 @@ def test_other_software_than_of_the_checkpoint(file: Path, tmp_path: Path) -> No
     checkpoint = replace(checkpoint, state=checkpoint.state.model_copy(update={"attention_times": moved}))
     kept = recorded_table(checkpoint, found, CPU)
     assert kept.times == found.times
-    assert kept.ignored == f"times of attention in step-1 are ignored: measured on another, not {card_name(CPU)}"
+    assert kept.ignored == f"times of attention in step-1 are ignored: measured with card another, not {card_name(CPU)}"

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     import torch
 
     from ...kernels.attention.call_spec import InstalledSoftware, MeasuredShape
-    from ..device.bench_table import Rates
     from ..plan.measure_rates import LinkRates
 
 
@@ -43,8 +42,9 @@ def run(args: argparse.Namespace) -> int:
     begin = time.monotonic()
     # these import torch, which takes seconds
     from ...kernels.attention.installed_software import detect_installed_software
-    from ..device.bench_table import bench_file, card_name, home_relative, new_table, write_table
+    from ..device.bench_table import BenchTable, bench_file, card_name, home_relative, versions, write_table
     from ..device.choose_device import device_from_option
+    from ..plan.measure_rates import measure_rates
 
     device = device_from_option(args.device)
     if device.type == "mps":
@@ -60,9 +60,9 @@ def run(args: argparse.Namespace) -> int:
         print("no GPU is measured: only PyTorch's and unfused attention on this CPU, matmuls in fp32, and memory")
     print(f"{card}: forward and backward of attention in ms, the fastest first, then rates", flush=True)
     shapes, left = _measure_shapes(device, software, begin + 60 * args.minutes)
-    rates = _measure_rates(device, links)
-    table = new_table(card, software, datetime.date.today().isoformat(), rates, shapes)
-    write_table(table, file)
+    rates, date = measure_rates(device, links), datetime.date.today().isoformat()
+    print(f"  {rates}")
+    write_table(BenchTable(card=card, **versions(software), date=date, rates=rates, attention=tuple(shapes)), file)
     if left:
         print(f"{left} shapes were not measured within {args.minutes:g} minutes; --minutes gives more")
     print(f"wrote {home_relative(file)} in {time.monotonic() - begin:.0f} s", end="")
@@ -106,12 +106,3 @@ def _measure_shapes(
         refused = "".join(f"; {backend} failed: {why}" for backend, why in measured.refused.items())
         print(f"  {measured}: {', '.join(f'{name} {ms:.3g}' for ms, name in sums)}{refused}", flush=True)
     return found, len(wanted) - len(found)
-
-
-def _measure_rates(device: torch.device, links: LinkRates) -> Rates:
-    from ..plan.measure_rates import measure_rates
-
-    rates = measure_rates(device, links)
-    for name, value in rates.described():
-        print(f"  {name:<12} {value}")
-    return rates

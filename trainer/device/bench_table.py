@@ -51,17 +51,18 @@ class Rates(ConfigBlock):
     network: PositiveFloat | None = None
     """The same between machines, of each GPU."""
 
-    def described(self) -> list[tuple[str, str]]:
-        """Return (name, value with unit) of the rates that were measured."""
-        optional = {"host link": self.host_link, "peer link": self.peer_link, "network": self.network}
-        in_fp8 = {each.tokens: each.fp8 for each in self.matmul if each.fp8 is not None}
-        return [
-            ("matmul", _by_tokens({each.tokens: each.matmul for each in self.matmul})),
-            *([("matmul fp8", _by_tokens(in_fp8))] if in_fp8 else []),
-            ("memory", f"{self.memory:,.0f} GB/s"),
-            ("launch", f"{self.launch:.1f} us"),
-            *((name, f"{rate:,.1f} GB/s") for name, rate in optional.items() if rate is not None),
+    def __str__(self) -> str:
+        in_fp8 = [f" ({each.fp8:.3g} in fp8)" if each.fp8 else "" for each in self.matmul]
+        sizes = [
+            f"{each.matmul:.3g}{fp8} of {each.tokens:,} tokens" for each, fp8 in zip(self.matmul, in_fp8, strict=True)
         ]
+        links = {"host link": self.host_link, "peer link": self.peer_link, "network": self.network}
+        parts = [
+            f"matmuls {', '.join(sizes)} TFLOP/s",
+            f"memory {self.memory:,.0f} GB/s",
+            f"launch {self.launch:.1f} us",
+        ]
+        return "; ".join([*parts, *(f"{name} {rate:,.1f} GB/s" for name, rate in links.items() if rate is not None)])
 
 
 class BenchTable(ConfigBlock):
@@ -70,7 +71,7 @@ class BenchTable(ConfigBlock):
     model_config = ConfigDict(strict=False)  # lists of JSON are tuples
     card: str
     torch: str
-    triton: str | None
+    triton: str
     date: str
     rates: Rates | None = None
     """None in a checkpoint, which records the times that its attention was chosen by."""
@@ -87,15 +88,10 @@ class BenchTable(ConfigBlock):
 
     def why_ignored(self, card: str, software: InstalledSoftware) -> str:
         """Return why the table does not hold for a card and software; empty if it does."""
-        now = _versions(software)
-        for what, then, here in (
-            ("on", self.card, card),
-            ("with torch", self.torch, now["torch"]),
-            ("with triton", self.triton, now["triton"]),
-        ):
-            if then != here:
-                return f"measured {what} {then or 'missing'}, not {here or 'missing'}"
-        return ""
+        then = {"card": self.card, "torch": self.torch, "triton": self.triton}
+        now = {"card": card, **versions(software)}
+        others = (f"measured with {what} {then[what]}, not {now[what]}" for what in then if then[what] != now[what])
+        return next(others, "")
 
     def recorded(self, head_dims: set[int]) -> BenchTable:
         """Return what a checkpoint records: the times of attention with these head widths."""
@@ -170,14 +166,12 @@ def find_table(
         return FoundTable()
     shown = home_relative(file)
     try:
-        text = file.read_text()
-    except (OSError, UnicodeDecodeError) as error:
+        text = file.read_text(errors="replace")
+    except OSError as error:
         if not environ.get(BENCH_VARIABLE):
-            return FoundTable() if isinstance(error, FileNotFoundError) else FoundTable(ignored=f"{shown}: {error}")
-        raise UserError(
-            f"`{BENCH_VARIABLE}` ({shown}) cannot be read: {getattr(error, 'strerror', error)}; write it with "
-            f"`stoker bench {shown}`, or use {BENCH_VARIABLE}={_NO_TABLE}"
-        ) from None
+            return FoundTable(ignored=f"{shown} is ignored: {error.strerror}" if file.exists() else "")
+        cure = f"write it with `stoker bench {shown}`, or use {BENCH_VARIABLE}={_NO_TABLE}"
+        raise UserError(f"`{BENCH_VARIABLE}` ({shown}) cannot be read: {error.strerror}; {cure}") from None
     return parse_table(text, shown, card, software)
 
 
@@ -202,7 +196,7 @@ def write_table(table: BenchTable, file: Path) -> None:
     """
     document = table.model_dump(exclude={"attention"})
     head = json.dumps(document, indent=1)[:-2]
-    rows = ",\n".join(f"  {json.dumps(_without_defaults(shape))}" for shape in table.attention)
+    rows = ",\n".join(f"  {json.dumps(asdict(shape))}" for shape in table.attention)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         atomic_write(file, f'{head},\n "attention": [\n{rows}\n ]\n}}\n'.encode())
@@ -210,32 +204,9 @@ def write_table(table: BenchTable, file: Path) -> None:
         raise UserError(f"{home_relative(file)} cannot be written: {error.strerror}") from None
 
 
-def new_table(
-    card: str, software: InstalledSoftware, date: str, rates: Rates, shapes: list[MeasuredShape]
-) -> BenchTable:
-    """Return a table of what has just been measured."""
-    versions = _versions(software)
-    return BenchTable(
-        card=card,
-        torch=versions["torch"] or "",
-        triton=versions["triton"],
-        date=date,
-        rates=rates,
-        attention=tuple(shapes),
-    )
-
-
-def _by_tokens(rates: dict[int, float]) -> str:
-    return "TFLOP/s " + ", ".join(f"{rate:.3g} of {tokens:,} tokens" for tokens, rate in rates.items())
-
-
-def _versions(software: InstalledSoftware) -> dict[str, str | None]:
-    triton = software.triton
-    return {"torch": format_version(software.torch), "triton": None if triton is None else format_version(triton)}
-
-
-def _without_defaults(shape: MeasuredShape) -> dict[str, object]:
-    return {name: value for name, value in asdict(shape).items() if value not in ({}, "none")}
+def versions(software: InstalledSoftware) -> dict[str, str]:
+    """Return the versions that a table holds for; `none` if the package is missing."""
+    return {"torch": format_version(software.torch), "triton": format_version(software.triton or ()) or "none"}
 
 
 def home_relative(file: Path) -> str:
