@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,9 @@ from tiny_run import tiny_config
 from stoker.kernels.attention import measure
 from stoker.kernels.attention.call_spec import InstalledSoftware, MeasuredShape
 from stoker.kernels.attention.installed_software import detect_installed_software
+from stoker.trainer.checkpoint.reader import open_checkpoint
 from stoker.trainer.cli.main import main
+from stoker.trainer.core.run_checks import find_run_table, recorded_table
 from stoker.trainer.device.bench_table import (
     BenchTable,
     MatmulRate,
@@ -25,6 +29,7 @@ from stoker.trainer.device.bench_table import (
     versions,
     write_table,
 )
+from stoker.trainer.distributed.process_group import DistributedContext
 from stoker.trainer.plan import measure_rates
 from stoker.trainer.plan.hardware import EFFICIENCY, adjust_to_measured, parse_gpu
 from stoker.trainer.train import run_training
@@ -207,11 +212,27 @@ def test_a_resumed_run_keeps_its_kernels(file: Path, tmp_path: Path) -> None:
     assert "attention stays as before step-1: training unfused instead of sdpa_math" in log
 
 
+def test_all_ranks_take_the_table_that_rank_0_reads(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here, sent = detect_installed_software(), [""]
+
+    class Rank(DistributedContext):
+        def broadcast_text(self, text: str = "") -> str:
+            sent[0] = text if self.is_rank_zero else sent[0]
+            return sent[0]
+
+        @contextmanager
+        def raise_on_all_ranks(self) -> Iterator[None]:
+            yield
+
+    written(file, card_name(CPU), {"unfused": 1.0}, here)
+    found = find_run_table(CPU, Rank(0, 2))
+    assert found.table is not None
+    file.unlink()
+    assert find_run_table(CPU, Rank(1, 2)) == found
+
+
 def test_other_software_than_of_the_checkpoint(file: Path, tmp_path: Path) -> None:
     """Kernels change there anyway: the table of this machine holds, and the log says so."""
-    from stoker.trainer.checkpoint.reader import open_checkpoint
-    from stoker.trainer.core.run_checks import recorded_table
-
     shape: dict[str, Any] = {"head_dim": 16, "group_size": 1, "tokens": 16, "batch": 2, "heads": 2, "dtype": "fp32"}
     here = detect_installed_software()
     written(file, card_name(CPU), {"unfused": 1.0}, here, **shape)
