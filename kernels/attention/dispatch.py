@@ -19,8 +19,6 @@ from .flags import AttentionFlags
 
 FAMILIES: tuple[BackendFamily, ...] = ("flash", "fused", "unfused")
 LARGE_SCORES_BYTES = 1 << 30
-MEASURED_MARGIN = 1.02
-"""Ratio of measured times up to which the order of the table stays: times of two measurements differ by as much."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,6 +223,9 @@ def _row(
 
 
 # ---------------------------------------------------------------- measured times
+
+MEASURED_MARGIN = 1.02
+"""Ratio of measured times up to which the order of the table stays: times of two measurements differ by as much."""
 
 
 def _fastest(
