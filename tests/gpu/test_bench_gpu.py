@@ -12,7 +12,7 @@ import torch
 from stoker.kernels.attention.installed_software import detect_installed_software
 from stoker.kernels.attention.measure import measure_attention, shapes_to_measure
 from stoker.trainer.cli.main import main
-from stoker.trainer.plan.measure_rates import LinkRates, measure_rates
+from stoker.trainer.plan.measure_rates import measure_rates
 
 pytestmark = pytest.mark.gpu
 GPU = torch.device("cuda")
@@ -29,7 +29,7 @@ def test_every_backend_that_supports_a_shape_is_measured() -> None:
 
 
 def test_rates_are_below_the_peaks_of_the_fastest_gpu() -> None:
-    rates = measure_rates(GPU, LinkRates())
+    rates = measure_rates(GPU, {})
     assert all(1 < each.matmul < 5000 for each in rates.matmul)
     assert 100 < rates.memory < 20_000
     assert 0.5 < rates.launch < 500

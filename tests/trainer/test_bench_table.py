@@ -106,8 +106,8 @@ def test_bench_measures_a_cpu(file: Path, monkeypatch: pytest.MonkeyPatch, capsy
     assert f"STOKER_BENCH={file.parent / 'other.json'} makes runs use it" in printed
 
 
-@pytest.mark.parametrize(("ranks", "per_node", "expected"), [(4, 4, (0.4, None)), (4, 2, (None, 0.2))])
-def test_links(ranks: int, per_node: int, expected: tuple[float | None, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("ranks", "per_node", "expected"), [(4, 4, {"peer_link": 0.4}), (4, 2, {"network": 0.2})])
+def test_links(ranks: int, per_node: int, expected: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> None:
     """A ring of 4 ranks moves 1.5 times the bytes; between machines, those of both GPUs of one share the network."""
     monkeypatch.setattr(measure_rates, "_REDUCED_BYTES", 1000)
     monkeypatch.setattr(measure_rates, "_seconds", lambda call, device: call() or 3.75e-6)

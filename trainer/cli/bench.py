@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     import torch
 
     from ...kernels.attention.call_spec import InstalledSoftware, MeasuredShape
-    from ..plan.measure_rates import LinkRates
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -53,8 +52,8 @@ def run(args: argparse.Namespace) -> int:
     file = args.file or bench_file(card, snapshot())
     if file is None:
         raise UserError(f"`{BENCH_VARIABLE}` (none) names no file; give one: stoker bench FILE")
-    links, is_first = _measure_links(device.type)
-    if not is_first:
+    links = _measure_links(device.type)
+    if links is None:
         return EXIT_OK
     if device.type == "cpu":
         print("no GPU is measured: only PyTorch's and unfused attention on this CPU, matmuls in fp32, and memory")
@@ -71,22 +70,21 @@ def run(args: argparse.Namespace) -> int:
     return EXIT_OK
 
 
-def _measure_links(device_type: str) -> tuple[LinkRates, bool]:
-    """Return the rates of the collectives, and True for the first rank."""
+def _measure_links(device_type: str) -> dict[str, float] | None:
+    """Return the rates of collectives, if there are several ranks; None for all ranks but the first."""
     import torch
 
     from ..distributed.inference_ranks import inference_ranks
     from ..distributed.placement import torchrun_ranks
-    from ..plan.measure_rates import LinkRates, measure_links
+    from ..plan.measure_rates import measure_links
 
-    environ = snapshot()
+    environ, links = snapshot(), {}
     rank, size, local_rank = torchrun_ranks(environ)
-    links = LinkRates()
     with inference_ranks() as mesh:
         if mesh is not None:
             device = torch.device("cuda", local_rank) if device_type == "cuda" else torch.device("cpu")
             links = measure_links(device, size, int(environ.get("LOCAL_WORLD_SIZE", size)))
-    return links, rank == 0
+    return links if rank == 0 else None
 
 
 def _measure_shapes(

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.distributed as dist
@@ -23,15 +22,8 @@ _REDUCED_BYTES = 256 << 20
 _CALLS = 5
 
 
-class LinkRates(NamedTuple):
-    """GB/s of collectives between the GPUs of a machine, and of each GPU between machines; None if not measured."""
-
-    peer_link: float | None = None
-    network: float | None = None
-
-
-def measure_rates(device: torch.device, links: LinkRates) -> Rates:
-    """Measure the rates of a device; `links` are those of the collectives."""
+def measure_rates(device: torch.device, links: Mapping[str, float]) -> Rates:
+    """Measure the rates of a device; `links` are those of its collectives."""
     on_gpu = device.type == "cuda"
     tokens, width = (_TOKENS, _WIDTH) if on_gpu else (_CPU_TOKENS, _CPU_WIDTH)
     source = torch.empty(_COPIED[device.type], dtype=torch.uint8, device=device)
@@ -47,7 +39,7 @@ def measure_rates(device: torch.device, links: LinkRates) -> Rates:
         memory=_rounded(2 * source.numel() / copy / 1e9),
         launch=_rounded(1e6 * _launch_seconds(device)),
         host_link=None if host_link is None else _rounded(host_link / 1e9),
-        **links._asdict(),
+        **links,
     )
 
 
@@ -80,16 +72,15 @@ def _launch_seconds(device: torch.device) -> float:
     return statistics.median([launch() for _ in range(_CALLS + 1)][1:])
 
 
-def measure_links(device: torch.device, ranks: int, ranks_per_node: int) -> LinkRates:
-    """Measure the all-reduce of all ranks, which call this together.
+def measure_links(device: torch.device, ranks: int, ranks_per_node: int) -> dict[str, float]:
+    """Measure the all-reduce of all ranks, which call this together; return `peer_link` or `network`, in GB/s.
 
     Its bus bandwidth is that of the slowest link, between machines divided by the GPUs of one, which share the network.
     """
     summed = torch.zeros(_REDUCED_BYTES // 2, dtype=torch.bfloat16, device=device)
     moved = 2 * (ranks - 1) / ranks * _REDUCED_BYTES
     rate = moved / _seconds(lambda: dist.all_reduce(summed), device) / 1e9
-    within = ranks <= ranks_per_node
-    return LinkRates(_rounded(rate), None) if within else LinkRates(None, _rounded(rate / ranks_per_node))
+    return {"peer_link": _rounded(rate)} if ranks <= ranks_per_node else {"network": _rounded(rate / ranks_per_node)}
 
 
 def _seconds(call: Callable[[], object], device: torch.device) -> float:
