@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from math import log2
-from typing import Literal
+from typing import Any, Literal
 
 DType = Literal["fp64", "fp32", "bf16", "fp16"]
 Bias = Literal[
@@ -194,38 +194,29 @@ class AttentionCall:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MeasuredShape:
-    """A shape of self-attention, and the time that each backend takes for it.
+class MeasuredCall:
+    """A call of self-attention in training, and the time that each backend takes for it.
 
     Attributes:
-        group_size: query heads of a key and value head.
-        tokens: queries and keys of a sequence.
-        batch: sequences per call.
-        heads: query heads.
-        milliseconds: backend -> (forward, backward) of a training step.
-        refused: backend -> why it could not be measured, although its limits allow the shape.
+        milliseconds: backend -> (forward, backward).
+        refused: backend -> why it could not be measured, although its limits allow the call.
     """
 
-    head_dim: int
-    group_size: int
-    tokens: int
-    causal: bool
-    batch: int
-    heads: int
-    bias: Bias = "none"
-    dtype: DType = "bf16"
-    milliseconds: dict[str, tuple[float, float]] = field(default_factory=dict)
+    call: AttentionCall
+    milliseconds: dict[str, tuple[float, float]]
     refused: dict[str, str] = field(default_factory=dict)
 
     @property
-    def training_flops(self) -> float:
+    def flops(self) -> float:
         """FLOPs of forward and backward, without masked pairs: 2 matmuls and 5."""
-        pairs = self.batch * self.heads * self.tokens**2 / (2 if self.causal else 1)
-        return 14 * self.head_dim * pairs
+        call = self.call
+        return 14 * call.head_dim * call.batch * call.heads * call.queries * call.keys / (2 if call.causal else 1)
 
     def __str__(self) -> str:
-        mask, bias = "causal" if self.causal else "full", "" if self.bias == "none" else f", {self.bias}"
-        return f"head width {self.head_dim}, group size {self.group_size}, {self.tokens} tokens, {mask}{bias}"
+        call = self.call
+        mask, bias = "causal" if call.causal else "full", "" if call.bias == "none" else f", {_BIAS_WORDS[call.bias]}"
+        sizes = f"head width {call.head_dim}, group size {call.heads // call.groups}, {call.keys} tokens"
+        return f"{sizes}, {mask}{bias}"
 
     def time(self, backend: str, *, training: bool) -> float | None:
         """Return the milliseconds of a backend, of forward and backward in training; None if not measured."""
@@ -235,58 +226,46 @@ class MeasuredShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredTimes:
-    """All measured shapes of a card.
+    """All measured calls of a card.
 
     Attributes:
         source: file and date of the measurement, for messages.
     """
 
     source: str
-    shapes: tuple[MeasuredShape, ...]
+    calls: tuple[MeasuredCall, ...]
 
-    def nearest(self, call: AttentionCall) -> tuple[MeasuredShape | None, str]:
-        """Return the measured shape that stands for a call; None and the reason if there is none.
+    def nearest(self, call: AttentionCall) -> tuple[MeasuredCall | None, str]:
+        """Return the measured call that stands for a call; None and the reason if there is none.
 
-        Head width, mask, kind of bias and width of the dtype are equal, group size and length the nearest ones.
+        All options and the head width are equal, group size and length the nearest ones.
         """
-        if unmeasured := _unmeasured(call):
-            return None, f"not measured with {unmeasured}"
-        bits, bias = _bits(call.dtype), call.bias.removesuffix("_with_gradient")
-        shapes = [
-            shape
-            for shape in self.shapes
-            if (shape.head_dim, shape.causal, _bits(shape.dtype)) == (call.head_dim, call.causal, bits)
-            and shape.bias.removesuffix("_with_gradient") == bias
+        if call.queries != call.keys:
+            return None, "not measured with other queries than keys"
+        options = _options(call)
+        differing = [
+            [name for name, value in _options(one.call).items() if options[name] != value] for one in self.calls
         ]
-        longest = max((shape.tokens for shape in shapes), default=0)
+        alike = [one for one, names in zip(self.calls, differing, strict=True) if not names]
+        longest = max((one.call.keys for one in alike), default=0)
 
-        def octaves(shape: MeasuredShape) -> float:
-            return abs(log2(min(call.keys, longest) / shape.tokens))
+        def octaves(one: MeasuredCall) -> float:
+            return abs(log2(min(call.keys, longest) / one.call.keys))
 
-        near = [shape for shape in shapes if octaves(shape) <= MAX_OCTAVES]
+        near = [one for one in alike if octaves(one) <= MAX_OCTAVES]
         if not near:
-            return None, "no measured shape is near"
-        group_size = call.heads / call.groups
-        return min(near, key=lambda shape: (octaves(shape), abs(log2(group_size / shape.group_size)))), ""
+            names = min(differing, key=len, default=[])
+            return None, f"not measured with {names[0]} {options[names[0]]}" if names else "no measured length is near"
+        groups = call.heads / call.groups
+        return min(near, key=lambda one: (octaves(one), abs(log2(groups * one.call.groups / one.call.heads)))), ""
 
 
-def _bits(dtype: DType) -> str:
-    return {"bf16": "16", "fp16": "16"}.get(dtype, dtype)
+_SIZES = ("batch", "heads", "groups", "queries", "keys", "training", "split", "reach")
+"""What a measured call may differ in from those it stands for."""
 
 
-def _unmeasured(call: AttentionCall) -> str:
-    """Return the first option of a call that no measured shape has; empty if there is none."""
-    options = {
-        "varying lengths": call.any_length,
-        "other lengths of queries and keys": call.queries != call.keys,
-        "a window": call.window is not None,
-        "chunks": bool(call.attention_chunk),
-        "packed documents": call.packed,
-        "padding": call.padding,
-        "attention sinks": call.sinks,
-        "a softcap": bool(call.softcap),
-        "dropout": bool(call.dropout),
-        "value heads of another width": call.has_other_values,
-        "deterministic kernels": call.deterministic,
-    }
-    return next((name for name, given in options.items() if given), "")
+def _options(call: AttentionCall) -> dict[str, Any]:
+    """Return all other properties; with bf16 and fp16, and a bias with and without gradient, alike."""
+    found = {each.name: getattr(call, each.name) for each in fields(call) if each.name not in _SIZES}
+    dtype, width = "16 bits" if call.dtype in ("bf16", "fp16") else call.dtype, call.value_dim or call.head_dim
+    return found | {"dtype": dtype, "bias": call.bias.removesuffix("_with_gradient"), "value_dim": width}

@@ -248,14 +248,14 @@ def _fastest(
         return rows, first, ""
     if prefers_te:
         return rows, first, f"; {times.source} is not asked, because of `transformer_engine: True`"
-    shape, why = times.nearest(call)
-    if shape is None:
+    near, why = times.nearest(call)
+    if near is None:
         return rows, first, f"; {times.source} decides nothing here: {why}"
     family = [row for row in rows if row.accepted and row.family == first.family]
-    found = {row: shape.time(row.backend, training=call.training) for row in family if _needs_no_more(call, row, first)}
+    found = {row: near.time(row.backend, training=call.training) for row in family if _needs_no_more(call, row, first)}
     measured = {row: time for row, time in found.items() if time is not None}
     if first not in measured:
-        return rows, first, f"; {times.source} has no time of it for {shape}"
+        return rows, first, f"; {times.source} has no time of it for {near}"
     best = min(measured, key=lambda row: measured[row])
     best = first if measured[first] <= MEASURED_MARGIN * measured[best] else best
     ratios = {row: measured[row] / measured[best] for row in measured}
@@ -266,7 +266,7 @@ def _fastest(
         else row
         for row in rows
     )
-    return rows, best, f"; by {times.source}, {shape}: {others or 'nothing else of its family is measured'}"
+    return rows, best, f"; by {times.source}, {near}: {others or 'nothing else of its family is measured'}"
 
 
 def _needs_no_more(call: AttentionCall, row: BackendCandidate, first: BackendCandidate) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator
-from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import torch
@@ -12,65 +12,48 @@ import torch
 from ..timing import Event, TimedCall, in_turns, record_event
 from .backend_support import BACKENDS
 from .backends.registry import get_attention_function
-from .call_spec import AttentionCall, InstalledSoftware, MeasuredShape
+from .call_spec import AttentionCall, InstalledSoftware, MeasuredCall
 from .dispatch import BackendSelection
 from .inputs import AttentionInputs
 
-_REACH = 128
-"""Distances of T5's relative position buckets."""
 _MAX_UNFUSED_TOKENS = 2048
 _TORCH_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
-def shapes_to_measure(device_type: str) -> Iterator[MeasuredShape]:
-    """Yield the shapes, the most common ones first: head width, group size, length, mask and bias."""
-    if device_type != "cuda":
-        for tokens in (512, 128):
-            for causal in (True, False):
-                yield _shape(64, 1, tokens, causal=causal, batch=1024 // tokens, heads=4, dtype="fp32")
+def calls_to_measure(capability: tuple[int, int] | None) -> Iterator[AttentionCall]:
+    """Yield the calls for a GPU, the most common ones first, or for the CPU (None)."""
+    on_gpu = capability is not None
+    device: dict[str, Any] = {"device": "cuda" if on_gpu else "cpu", "dtype": "bf16" if on_gpu else "fp32"}
+    in_all, width = (16384, 2048) if on_gpu else (1024, 256)
+
+    def call(head_dim: int, group_size: int, tokens: int, **options: Any) -> AttentionCall:
+        heads, batch = width // head_dim, max(1, in_all // tokens)
+        sizes: dict[str, Any] = {"batch": batch, "heads": heads, "groups": heads // group_size, "head_dim": head_dim}
+        length: dict[str, Any] = {"queries": tokens, "keys": tokens, "training": True}
+        return AttentionCall(**device, capability=capability, **sizes, **length, **options)
+
+    if not on_gpu:
+        yield from (call(64, 1, tokens, causal=causal) for tokens, causal in product((512, 128), (True, False)))
         return
-    for tokens in (4096, 1024, 16384):
-        for head_dim in (128, 64, 256):
-            for group_size in (1, 4):
-                for causal in (True, False):
-                    yield _shape(head_dim, group_size, tokens, causal=causal)
+    for tokens, head_dim, group_size, causal in product((4096, 1024, 16384), (128, 64, 256), (1, 4), (True, False)):
+        yield call(head_dim, group_size, tokens, causal=causal)
     for tokens in (2048, 512, 8192):
-        yield _shape(64, 1, tokens, causal=True, bias="slopes")
-        yield _shape(64, 1, tokens, causal=False, bias="distance_with_gradient")
-
-
-def _shape(head_dim: int, group_size: int, tokens: int, **options: Any) -> MeasuredShape:
-    sizes: dict[str, Any] = {"batch": max(1, 16384 // tokens), "heads": 2048 // head_dim}
-    return MeasuredShape(head_dim=head_dim, group_size=group_size, tokens=tokens, **(sizes | options))
+        yield call(64, 1, tokens, bias="slopes")
+        yield call(64, 1, tokens, causal=False, bias="distance_with_gradient", reach=128)  # T5's
 
 
 def measure_attention(
-    shape: MeasuredShape, device: torch.device, installed: InstalledSoftware, rounds: int = 3, round_ms: float = 20.0
-) -> MeasuredShape:
-    """Measure forward and backward of every backend that supports a shape.
+    call: AttentionCall, device: torch.device, installed: InstalledSoftware, rounds: int = 3, round_ms: float = 20.0
+) -> MeasuredCall:
+    """Measure forward and backward of every backend that supports a call.
 
     Args:
-        shape: without times.
-        device: this process's.
+        call: of this process's device.
+        device: the device.
         installed: versions of the installed software.
         rounds: number of rounds, of which the median counts.
         round_ms: time per backend and round.
     """
-    call = AttentionCall(
-        device=device.type,
-        capability=torch.cuda.get_device_capability(device) if device.type == "cuda" else None,
-        dtype=shape.dtype,
-        batch=shape.batch,
-        heads=shape.heads,
-        groups=shape.heads // shape.group_size,
-        head_dim=shape.head_dim,
-        queries=shape.tokens,
-        keys=shape.tokens,
-        causal=shape.causal,
-        bias=shape.bias,
-        reach=_REACH if shape.bias.startswith("distance") else 0,
-        training=True,
-    )
     calls: dict[str, TimedCall] = {}
     refused: dict[str, str] = {}
     inputs, leaves = _inputs(call, device)
@@ -79,7 +62,7 @@ def measure_attention(
         in_interpreter = backend.name == "triton" and device.type != "cuda"
         if backend.family == "named" or in_interpreter or backend.why_not(call, installed) is not None:
             continue
-        if backend.family == "unfused" and shape.tokens > _MAX_UNFUSED_TOKENS:
+        if backend.family == "unfused" and call.keys > _MAX_UNFUSED_TOKENS:
             continue
         timed = _timed(backend.name, call, inputs, leaves, upstream)
         try:
@@ -95,7 +78,7 @@ def measure_attention(
         name: (_rounded(statistics.median(forward)), _rounded(statistics.median(backward)))
         for name, (forward, backward) in times.items()
     }
-    return replace(shape, milliseconds=milliseconds, refused=refused)
+    return MeasuredCall(call=call, milliseconds=milliseconds, refused=refused)
 
 
 def _timed(

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from stoker.kernels.attention.installed_software import detect_installed_software
-from stoker.kernels.attention.measure import measure_attention, shapes_to_measure
+from stoker.kernels.attention.measure import calls_to_measure, measure_attention
 from stoker.trainer.cli.main import main
 from stoker.trainer.plan.measure_rates import measure_rates
 
@@ -21,8 +21,10 @@ GPU = torch.device("cuda")
 def test_every_backend_that_supports_a_shape_is_measured() -> None:
     software = detect_installed_software("cuda")
     for bias, causal in (("none", True), ("slopes", True), ("distance_with_gradient", False)):
-        shape = next(s for s in shapes_to_measure("cuda") if (s.bias, s.causal, s.head_dim) == (bias, causal, 64))
-        found = measure_attention(replace(shape, tokens=256, batch=2), GPU, software, rounds=1, round_ms=0.0)
+        calls = calls_to_measure(torch.cuda.get_device_capability())
+        call = next(call for call in calls if (call.bias, call.causal, call.head_dim) == (bias, causal, 64))
+        small = replace(call, queries=256, keys=256, batch=2)
+        found = measure_attention(small, GPU, software, rounds=1, round_ms=0.0)
         assert not found.refused
         assert {"triton", "sdpa_efficient", "unfused"} <= set(found.milliseconds)
         assert bias != "none" or {"sdpa_cudnn", "sdpa_flash"} <= set(found.milliseconds)

@@ -18,7 +18,7 @@ from stoker.kernels.attention.call_spec import (
     AttentionCall,
     Bias,
     InstalledSoftware,
-    MeasuredShape,
+    MeasuredCall,
     MeasuredTimes,
 )
 from stoker.kernels.attention.dispatch import NoBackendError, format_selections, preference_order, select_backend
@@ -575,19 +575,12 @@ def test_flags_and_keys_only_remove(call: AttentionCall, switch: bool | None, fl
 # ---------------------------------------------------------------- measured times
 
 
-def measured(times: dict[str, float], installed: InstalledSoftware = FULL, **changes: Any) -> InstalledSoftware:
-    """Return software with the times of one shape, that of HOPPER, half of each forward."""
-    options: dict[str, Any] = {
-        "head_dim": 128,
-        "group_size": 4,
-        "tokens": 4096,
-        "causal": True,
-        "batch": 4,
-        "heads": 16,
-    }
-    both = {name: (time / 2, time / 2) for name, time in times.items()}
-    shape = MeasuredShape(**options | changes, milliseconds=both)
-    return dataclasses.replace(installed, measured=MeasuredTimes(source="T of D", shapes=(shape,)))
+def measured(
+    times: dict[str, float], installed: InstalledSoftware = FULL, call: AttentionCall = HOPPER
+) -> InstalledSoftware:
+    """Return software with the times of one call, half of each forward."""
+    one = MeasuredCall(call=call, milliseconds={name: (time / 2, time / 2) for name, time in times.items()})
+    return dataclasses.replace(installed, measured=MeasuredTimes(source="T of D", calls=(one,)))
 
 
 def test_the_fastest_of_the_first_family_by_the_table() -> None:
@@ -607,62 +600,60 @@ def test_the_fastest_of_the_first_family_by_the_table() -> None:
     assert chosen(HOPPER, measured({"sdpa_cudnn": 2.03, "te_fused": 2.0})) == "sdpa_cudnn", "within the margin"
     assert chosen(HOPPER, measured({"te_fused": 2.0})) == "sdpa_cudnn", "it has no time of the first one"
     forward = {"sdpa_cudnn": (1.0, 9.0), "te_fused": (2.0, 2.0)}
-    one = dataclasses.replace(card.measured.shapes[0], milliseconds=forward)  # type: ignore[union-attr]
-    card = dataclasses.replace(FULL, measured=MeasuredTimes(source="T", shapes=(one,)))
+    one = MeasuredCall(call=HOPPER, milliseconds=forward)
+    card = dataclasses.replace(FULL, measured=MeasuredTimes(source="T", calls=(one,)))
     assert chosen(HOPPER, card) == "te_fused"
     assert chosen(dataclasses.replace(HOPPER, training=False), card) == "sdpa_cudnn", "only the forward pass counts"
 
 
 @pytest.mark.parametrize(
-    "changes",
+    ("changes", "why"),
     [
-        {"head_dim": 64},
-        {"causal": False},
-        {"queries": 2000, "keys": 2000},
-        {"any_length": True},
-        {"dropout": 0.1},
-        {"deterministic": True},
-        {"queries": 512},
-        {"bias": "dense"},
+        ({"head_dim": 64}, "not measured with head_dim 64"),
+        ({"causal": False}, "not measured with causal False"),
+        ({"queries": 2000, "keys": 2000}, "no measured length is near"),
+        ({"any_length": True}, "not measured with any_length True"),
+        ({"dropout": 0.1}, "not measured with dropout 0.1"),
+        ({"deterministic": True}, "not measured with deterministic True"),
+        ({"queries": 512}, "not measured with other queries than keys"),
+        ({"bias": "dense"}, "not measured with bias dense"),
     ],
 )
-def test_calls_that_no_measured_shape_stands_for(changes: dict[str, Any]) -> None:
+def test_calls_that_no_measured_one_stands_for(changes: dict[str, Any], why: str) -> None:
     call, card = dataclasses.replace(HOPPER, **changes), measured({"sdpa_cudnn": 3.0, "te_fused": 2.0})
     assert chosen(call, card) == chosen(call, FULL)
     row = next(row for row in select_backend(call, flags=ON, installed=card).rows if row.reason.startswith("chosen"))
-    assert "T of D decides nothing here: " in row.reason
+    assert f"T of D decides nothing here: {why}" in row.reason
 
 
-def test_nearest_measured_shape() -> None:
-    rows = [(4, 1024), (4, 4096), (1, 4096), (4, 16384)]
-    shapes = tuple(
-        MeasuredShape(head_dim=128, group_size=ratio, tokens=tokens, causal=True, batch=1, heads=16)
-        for ratio, tokens in rows
-    )
-    times = MeasuredTimes(source="T", shapes=shapes)
+def test_nearest_measured_call() -> None:
+    def sized(tokens: int, groups: int) -> AttentionCall:
+        return dataclasses.replace(HOPPER, queries=tokens, keys=tokens, groups=groups)
 
-    def nearest(tokens: int, groups: int) -> MeasuredShape | None:
-        return times.nearest(dataclasses.replace(HOPPER, queries=tokens, keys=tokens, groups=groups))[0]
-
-    assert nearest(1500, 4) == shapes[0]
-    assert nearest(3000, 2) == shapes[1]
-    assert nearest(3000, 16) == shapes[2]
-    assert nearest(1 << 20, 4) == shapes[3], "rates no longer change beyond the longest"
-    assert nearest(500, 4) is None
+    sizes = [(1024, 4), (4096, 4), (4096, 16), (16384, 4)]
+    calls = tuple(MeasuredCall(call=sized(*each), milliseconds={}) for each in sizes)
+    times = MeasuredTimes(source="T", calls=calls)
+    assert times.nearest(sized(1500, 4))[0] == calls[0]
+    assert times.nearest(sized(3000, 4))[0] == calls[1]
+    assert times.nearest(sized(3000, 8))[0] in calls[1:3]
+    assert times.nearest(sized(3000, 16))[0] == calls[2]
+    assert times.nearest(sized(1 << 20, 4))[0] == calls[3], "rates no longer change beyond the longest"
+    assert times.nearest(sized(500, 4))[0] is None
+    split = dataclasses.replace(sized(4096, 4), dtype="fp16", training=False, split=True, batch=1)
+    assert times.nearest(split)[0] == calls[1]
+    assert calls[1].flops == 14 * 128 * 4 * 16 * 4096**2 / 2
 
 
 def test_speed_is_not_bought_with_memory() -> None:
     call = dataclasses.replace(HOPPER, bias="distance_with_gradient", reach=128, groups=16)
-    card = measured({"triton": 2.0, "sdpa_efficient": 1.0}, group_size=1, bias="distance_with_gradient")
+    card = measured({"triton": 2.0, "sdpa_efficient": 1.0}, call=call)
     assert chosen(call, card) == "triton", "the others expand the bias over queries and keys"
 
 
 @given(call=CALLS, flags=st.builds(AttentionFlags, flash=st.booleans(), fused=st.booleans()), data=st.data())
 def test_times_never_change_the_family(call: AttentionCall, flags: AttentionFlags, data: st.DataObject) -> None:
     times = {row.name: data.draw(st.floats(0.1, 9)) for row in BACKENDS}
-    bias = call.bias if call.bias != "dense" else "none"
-    shape = {"head_dim": call.head_dim, "group_size": 1, "tokens": call.keys, "causal": call.causal, "bias": bias}
-    card = measured(times, **shape)
+    card = measured(times, call=call)
     before = select_backend(call, flags=flags, installed=FULL)
     after = select_backend(call, flags=flags, installed=card)
     assert BACKENDS_BY_NAME[after.backend].family == BACKENDS_BY_NAME[before.backend].family

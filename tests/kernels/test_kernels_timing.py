@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from stoker.kernels import timing
+from stoker.kernels.attention.backends import registry
+from stoker.kernels.attention.call_spec import AttentionCall
 from stoker.kernels.attention.installed_software import detect_installed_software
-from stoker.kernels.attention.measure import measure_attention, shapes_to_measure
+from stoker.kernels.attention.measure import calls_to_measure, measure_attention
 from stoker.kernels.timing import Event, TimedCall, in_turns, record_event
 
 CPU = torch.device("cpu")
@@ -37,34 +39,33 @@ def test_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     assert order[2:] == ["fast"] * 3 + ["slow"] * 2 + ["fast"] * 6, "each a third of a second round's order reversed"
 
 
+def small(causal: bool = True) -> AttentionCall:
+    call = next(call for call in calls_to_measure(None) if call.causal is causal)
+    return replace(call, queries=16, keys=16, heads=1, groups=1)
+
+
 def test_backends_measured_on_a_cpu() -> None:
     software = detect_installed_software()
     for causal in (True, False):
-        shape = next(shape for shape in shapes_to_measure("cpu") if shape.causal is causal)
-        small = replace(shape, tokens=16, heads=1)
-        found = measure_attention(small, CPU, software, rounds=1, round_ms=0.0)
+        found = measure_attention(small(causal), CPU, software, rounds=1, round_ms=0.0)
         assert list(found.milliseconds) == ["sdpa_flash", "unfused", "sdpa_math"]
         assert all(forward > 0 and backward > 0 for forward, backward in found.milliseconds.values())
         assert not found.refused
-    assert found.training_flops == 14 * small.head_dim * small.batch * 16**2
 
 
 def test_a_backend_that_fails_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    from stoker.kernels.attention.backends import registry
-
     def fails(inputs: object) -> torch.Tensor:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setitem(registry.ATTENTION_FUNCTIONS, "sdpa_math", fails)
-    small = replace(next(shapes_to_measure("cpu")), tokens=16, heads=1)
-    found = measure_attention(small, CPU, detect_installed_software(), rounds=1, round_ms=0.0)
+    found = measure_attention(small(), CPU, detect_installed_software(), rounds=1, round_ms=0.0)
     assert list(found.milliseconds) == ["sdpa_flash", "unfused"]
     assert found.refused == {"sdpa_math": "OutOfMemoryError: CUDA out of memory"}
 
 
-def test_shapes_of_a_gpu() -> None:
-    shapes = list(shapes_to_measure("cuda"))
-    assert {shape.head_dim for shape in shapes} == {64, 128, 256}
-    assert {shape.bias for shape in shapes} == {"none", "slopes", "distance_with_gradient"}
-    assert all(shape.batch * shape.tokens == 16384 and shape.heads * shape.head_dim == 2048 for shape in shapes)
-    assert len(set(map(str, shapes))) == len(shapes) == 42
+def test_calls_of_a_gpu() -> None:
+    calls = list(calls_to_measure((9, 0)))
+    assert {call.head_dim for call in calls} == {64, 128, 256}
+    assert {call.bias for call in calls} == {"none", "slopes", "distance_with_gradient"}
+    assert all(call.batch * call.keys == 16384 and call.heads * call.head_dim == 2048 for call in calls)
+    assert len(set(calls)) == len(calls) == 42

@@ -15,7 +15,7 @@ from plan_helpers import LLAMA
 from tiny_run import tiny_config
 
 from stoker.kernels.attention import measure
-from stoker.kernels.attention.call_spec import InstalledSoftware, MeasuredShape
+from stoker.kernels.attention.call_spec import AttentionCall, InstalledSoftware, MeasuredCall
 from stoker.kernels.attention.installed_software import detect_installed_software
 from stoker.trainer.checkpoint.reader import open_checkpoint
 from stoker.trainer.cli.main import main
@@ -37,20 +37,25 @@ from stoker.trainer.utils.errors import UserError
 
 CPU = torch.device("cpu")
 NOW = InstalledSoftware(torch=(2, 13), triton=(3, 6))
+HOPPER = AttentionCall(
+    device="cuda", capability=(9, 0), dtype="bf16", batch=4, heads=16, groups=4, head_dim=128, queries=4096, keys=4096,
+    training=True,
+)  # fmt: skip
+TINY = AttentionCall(device="cpu", dtype="fp32", batch=2, heads=2, groups=2, head_dim=16, queries=16, keys=16)
 RATES = Rates(
     matmul=(MatmulRate(tokens=512, matmul=300.0, fp8=500.0), MatmulRate(tokens=16384, matmul=360.0, fp8=500.0)),
     memory=1450.0, launch=8.0, host_link=25.0, network=10.0,
 )  # fmt: skip
 
 
-def written(file: Path, card: str, times: dict[str, float], software: InstalledSoftware, **shape: Any) -> Path:
-    """Write a table with the times of one shape."""
-    sizes: dict[str, Any] = {"head_dim": 128, "group_size": 4, "tokens": 4096, "causal": True, "batch": 4, "heads": 16}
+def written(
+    file: Path, card: str, times: dict[str, float], software: InstalledSoftware, call: AttentionCall = HOPPER
+) -> None:
+    """Write a table with the times of one call."""
     both = {name: (time / 2, time / 2) for name, time in times.items()}
-    measured = MeasuredShape(**sizes | shape, milliseconds=both, refused={"sdpa_math": "no: memory"})
+    measured = MeasuredCall(call=call, milliseconds=both, refused={"sdpa_math": "no: memory"})
     table = BenchTable(card=card, **versions(software), date="2026-11-27", rates=RATES, attention=(measured,))
     write_table(table, file)
-    return file
 
 
 @pytest.fixture
@@ -67,7 +72,7 @@ def test_file_and_when_it_holds(file: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert found.table is not None
     assert found.table.rates == RATES
     assert found.times is not None
-    assert found.times.shapes[0].milliseconds == {"triton": (0.5, 0.5)}
+    assert found.times.calls[0].milliseconds == {"triton": (0.5, 0.5)}
     assert found.source == f"{file} of 2026-11-27"
     assert (
         find_table("B", NOW).ignored == f"{file} is ignored: measured with card A, not B; `stoker bench` measures again"
@@ -78,7 +83,7 @@ def test_file_and_when_it_holds(file: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert find_table("A", NOW, {"STOKER_BENCH": "none"}).table is None, "env_vars of the configuration come first"
     text = file.read_text()
     file.write_text(text.replace("0.5]", "0.0]"))
-    assert "attention: Value error, sizes and times must be positive (head width 128" in find_table("A", NOW).ignored
+    assert "attention: Value error, sizes and times must be positive" in find_table("A", NOW).ignored
     file.write_text(text.replace('"memory"', '"menory"'))
     assert "no table of `stoker bench` of this version (rates.memory: Field required)" in find_table("A", NOW).ignored
     monkeypatch.delenv("STOKER_BENCH")
@@ -89,8 +94,8 @@ def test_file_and_when_it_holds(file: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_bench_measures_a_cpu(file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    first = next(measure.shapes_to_measure("cpu"))
-    monkeypatch.setattr(measure, "shapes_to_measure", lambda device_type: [replace(first, tokens=16)] * 2)
+    first = next(measure.calls_to_measure(None))
+    monkeypatch.setattr(measure, "calls_to_measure", lambda capability: [replace(first, queries=16, keys=16)] * 2)
     for name, size in {"_COPIED": {"cpu": 1 << 16}, "_CPU_TOKENS": (2, 8), "_CPU_WIDTH": 32}.items():
         monkeypatch.setattr(measure_rates, name, size)
     assert main(["bench", "--device", "cpu"]) == 0
@@ -146,11 +151,8 @@ def test_rates_adjust_a_plan(file: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert after["device"]["bench"] == f"{file} of 2026-11-27"
     slower = after["time"]["parts"]["matrix products"] / before["time"]["parts"]["matrix products"]
     assert slower == pytest.approx(measured_h100().matmul[-1].matmul / 360, rel=0.01)
-    shape = find_table(gpu.name, torch_here()).times.shapes[0]  # type: ignore[union-attr]
-    flops = 24 * shape.training_flops  # of a micro batch, as the shape's
-    assert after["time"]["parts"]["attention"] / after["micro_batches"] == pytest.approx(
-        flops / (EFFICIENCY["attention_in_step"] * shape.training_flops / 0.02), rel=0.01
-    )
+    attention = 24 * 0.02 / EFFICIENCY["attention_in_step"]  # layers, seconds of the measured call, which is theirs
+    assert after["time"]["parts"]["attention"] / after["micro_batches"] == pytest.approx(attention, rel=0.01)
     assert main(["plan", LLAMA, "--device", "h100"]) == 0
     assert f"rates as `stoker bench` measured them: {file} of 2026-11-27" in capsys.readouterr().out
     two = ("trainer.num_nodes=2", "trainer.devices=1", "model.global_batch_size=8")
@@ -171,7 +173,6 @@ def torch_here() -> InstalledSoftware:
 
 def test_a_resumed_run_keeps_its_kernels(file: Path, tmp_path: Path) -> None:
     """Of unfused attention, the only family of which a CPU has two backends."""
-    shape: dict[str, Any] = {"head_dim": 16, "group_size": 1, "tokens": 16, "batch": 2, "heads": 2, "dtype": "fp32"}
     here = detect_installed_software()
     own, torchs = {"unfused": 1.0, "sdpa_math": 2.0}, {"unfused": 2.0, "sdpa_math": 1.0}
 
@@ -191,22 +192,22 @@ def test_a_resumed_run_keeps_its_kernels(file: Path, tmp_path: Path) -> None:
         assert f"attention training {training['backend']}" in (directory / "run.log").read_text()[before:]
         return training["backend"], (directory / "run.log").read_text()[before:]
 
-    written(file, card_name(CPU), torchs, here, **shape)
+    written(file, card_name(CPU), torchs, here, TINY)
     backend, log = run(1)
     assert backend == "sdpa_math"
     assert f"by {file} of 2026-11-27, head width 16, group size 1, 16 tokens, causal: unfused takes 2.00" in log
-    written(file, card_name(CPU), own, here, **shape)
+    written(file, card_name(CPU), own, here, TINY)
     assert run(1, "other")[0] == "unfused"
     backend, log = run(2)
     assert backend == "sdpa_math", "not what has been measured since"
     assert "attention stays as before step-1: training sdpa_math instead of unfused" in log
     assert f"by {file} of 2026-11-27" in log
     assert run(3)[0] == "sdpa_math", "of a checkpoint of a resumed run too"
-    written(file, "another card", own, here, **shape)
+    written(file, "another card", own, here, TINY)
     backend, log = run(1, "without")
     assert f"{file} is ignored: measured with card another card, not {card_name(CPU)}" in log
     assert backend == "unfused"
-    written(file, card_name(CPU), torchs, here, **shape)
+    written(file, card_name(CPU), torchs, here, TINY)
     backend, log = run(2, "without")
     assert backend == "unfused", "a run that began without a table stays without"
     assert "attention stays as before step-1: training unfused instead of sdpa_math" in log
@@ -233,9 +234,8 @@ def test_all_ranks_take_the_table_that_rank_0_reads(file: Path, monkeypatch: pyt
 
 def test_other_software_than_of_the_checkpoint(file: Path, tmp_path: Path) -> None:
     """Kernels change there anyway: the table of this machine holds, and the log says so."""
-    shape: dict[str, Any] = {"head_dim": 16, "group_size": 1, "tokens": 16, "batch": 2, "heads": 2, "dtype": "fp32"}
     here = detect_installed_software()
-    written(file, card_name(CPU), {"unfused": 1.0}, here, **shape)
+    written(file, card_name(CPU), {"unfused": 1.0}, here, TINY)
     run_training(tiny_config(tmp_path, trainer__max_steps=1, trainer__limit_val_batches=0))
     checkpoint = open_checkpoint(tmp_path / "checkpoints" / "step-1")
     table = checkpoint.state.attention_times

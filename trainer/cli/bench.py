@@ -14,7 +14,7 @@ from ..utils.errors import EXIT_OK, UserError
 if TYPE_CHECKING:
     import torch
 
-    from ...kernels.attention.call_spec import InstalledSoftware, MeasuredShape
+    from ...kernels.attention.call_spec import InstalledSoftware, MeasuredCall
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -89,16 +89,17 @@ def _measure_links(device_type: str) -> dict[str, float] | None:
 
 def _measure_shapes(
     device: torch.device, software: InstalledSoftware, deadline: float
-) -> tuple[list[MeasuredShape], int]:
-    """Return the measured shapes, and the number of those that are left at the deadline."""
-    from ...kernels.attention.measure import measure_attention, shapes_to_measure
+) -> tuple[list[MeasuredCall], int]:
+    """Return the measured calls, and the number of those that are left at the deadline."""
+    from ...kernels.attention.measure import calls_to_measure, measure_attention
+    from ..device.choose_device import compute_capability
 
-    found: list[MeasuredShape] = []
-    wanted = list(shapes_to_measure(device.type))
-    for shape in wanted:
+    found: list[MeasuredCall] = []
+    wanted = list(calls_to_measure(compute_capability(device)))
+    for call in wanted:
         if time.monotonic() > deadline:
             break
-        measured = measure_attention(shape, device, software)
+        measured = measure_attention(call, device, software)
         found.append(measured)
         sums = sorted((sum(both), backend) for backend, both in measured.milliseconds.items())
         refused = "".join(f"; {backend} failed: {why}" for backend, why in measured.refused.items())

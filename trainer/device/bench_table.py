@@ -7,14 +7,14 @@ import os
 import platform
 import re
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from pydantic import ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError, field_validator
 
 from ...kernels.attention.backend_support import format_version
-from ...kernels.attention.call_spec import InstalledSoftware, MeasuredShape, MeasuredTimes
+from ...kernels.attention.call_spec import InstalledSoftware, MeasuredCall, MeasuredTimes
 from ...models.config.key_block import ConfigBlock
 from ..utils.durable_files import atomic_write
 from ..utils.environment import BENCH_VARIABLE, bench_folder, format_variable, snapshot, user_path
@@ -75,16 +75,16 @@ class BenchTable(ConfigBlock):
     date: str
     rates: Rates | None = None
     """None in a checkpoint, which records the times that its attention was chosen by."""
-    attention: tuple[MeasuredShape, ...]
+    attention: tuple[MeasuredCall, ...]
 
     @field_validator("attention")
     @classmethod
-    def _check_positive(cls, shapes: tuple[MeasuredShape, ...]) -> tuple[MeasuredShape, ...]:
-        for shape in shapes:
-            sizes = shape.head_dim, shape.group_size, shape.tokens, shape.batch, shape.heads
-            if min(*sizes, *(time for both in shape.milliseconds.values() for time in both)) <= 0:
-                raise ValueError(f"sizes and times must be positive ({shape})")
-        return shapes
+    def _check_positive(cls, calls: tuple[MeasuredCall, ...]) -> tuple[MeasuredCall, ...]:
+        for one in calls:
+            sizes = one.call.head_dim, one.call.groups, one.call.queries, one.call.keys, one.call.batch, one.call.heads
+            if min(*sizes, *(time for both in one.milliseconds.values() for time in both)) <= 0:
+                raise ValueError("sizes and times must be positive")
+        return calls
 
     def why_ignored(self, card: str, software: InstalledSoftware) -> str:
         """Return why the table does not hold for a card and software; empty if it does."""
@@ -95,8 +95,8 @@ class BenchTable(ConfigBlock):
 
     def recorded(self, head_dims: set[int]) -> BenchTable:
         """Return what a checkpoint records: the times of attention with these head widths."""
-        shapes = tuple(shape for shape in self.attention if shape.head_dim in head_dims)
-        return self.model_copy(update={"rates": None, "attention": shapes})
+        calls = tuple(one for one in self.attention if one.call.head_dim in head_dims)
+        return self.model_copy(update={"rates": None, "attention": calls})
 
 
 class FoundTable(NamedTuple):
@@ -122,7 +122,7 @@ class FoundTable(NamedTuple):
         """Times of the attention backends; None if there are none."""
         if self.table is None or not self.table.attention:
             return None
-        return MeasuredTimes(source=self.source, shapes=self.table.attention)
+        return MeasuredTimes(source=self.source, calls=self.table.attention)
 
 
 def card_name(device: torch.device) -> str:
@@ -189,14 +189,14 @@ def parse_table(text: str, source: str, card: str, software: InstalledSoftware) 
 
 
 def write_table(table: BenchTable, file: Path) -> None:
-    """Write a table, each measured shape on a line.
+    """Write a table, each measured call on a line, without options that have their default.
 
     Raises:
         UserError: it cannot be written.
     """
     document = table.model_dump(exclude={"attention"})
     head = json.dumps(document, indent=1)[:-2]
-    rows = ",\n".join(f"  {json.dumps(asdict(shape))}" for shape in table.attention)
+    rows = ",\n".join(f"  {json.dumps(_without_defaults(one))}" for one in table.attention)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         atomic_write(file, f'{head},\n "attention": [\n{rows}\n ]\n}}\n'.encode())
@@ -207,6 +207,12 @@ def write_table(table: BenchTable, file: Path) -> None:
 def versions(software: InstalledSoftware) -> dict[str, str]:
     """Return the versions that a table holds for; `none` if the package is missing."""
     return {"torch": format_version(software.torch), "triton": format_version(software.triton or ()) or "none"}
+
+
+def _without_defaults(one: MeasuredCall) -> dict[str, Any]:
+    defaults = {each.name: each.default for each in fields(one.call)}
+    call = {name: value for name, value in asdict(one.call).items() if value != defaults[name] or name == "causal"}
+    return asdict(one) | {"call": call}
 
 
 def home_relative(file: Path) -> str:

@@ -450,9 +450,9 @@ def _attention_speed(run: RunInputs, peak: float) -> float:
     fraction of the peak, by backend, head width and length.
     """
     times, decision = run.target.software.measured, run.stacks[-1].attention
-    shape = times.nearest(decision.call)[0] if times is not None else None
-    if shape is not None and (milliseconds := shape.time(decision.backend, training=True)) is not None:
-        return EFFICIENCY["attention_in_step"] * shape.training_flops / milliseconds * 1e3
+    near = times.nearest(decision.call)[0] if times is not None else None
+    if near is not None and (milliseconds := near.time(decision.backend, training=True)) is not None:
+        return EFFICIENCY["attention_in_step"] * near.flops / milliseconds * 1e3
     slow = ("sdpa_flash", "sdpa_efficient", "flash_attn")
     capability, last = run.target.capability or (0, 0), run.stacks[-1]
     speed = EFFICIENCY["flash2_on_hopper"] if capability >= (9, 0) and last.attention.backend in slow else 1.0
