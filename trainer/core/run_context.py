@@ -205,9 +205,8 @@ def open_run(
             callbacks=users,
             loggers=own_loggers,
             report=report,
-            attention_times=None
-            if table.times is None or table.table is None
-            else table.table.recorded({each.call.head_dim for each in model_plan.decisions.values()}),
+            attention_times=table.table
+            and table.table.recorded({each.call.head_dim for each in model_plan.decisions.values()}),
         )
 
 

@@ -93,10 +93,10 @@ class BenchTable(ConfigBlock):
         others = (f"measured with {what} {then[what]}, not {now[what]}" for what in then if then[what] != now[what])
         return next(others, "")
 
-    def recorded(self, head_dims: set[int]) -> BenchTable:
-        """Return what a checkpoint records: the times of attention with these head widths."""
+    def recorded(self, head_dims: set[int]) -> BenchTable | None:
+        """Return what a checkpoint records: the times of attention with these head widths; None if there are none."""
         calls = tuple(one for one in self.attention if one.call.head_dim in head_dims)
-        return self.model_copy(update={"rates": None, "attention": calls})
+        return self.model_copy(update={"rates": None, "attention": calls}) if calls else None
 
 
 class FoundTable(NamedTuple):
