@@ -14,7 +14,7 @@ from .backend_support import (
     uses_hopper_kernels,
     why_not_te,
 )
-from .call_spec import AttentionCall, InstalledSoftware
+from .call_spec import AttentionCall, InstalledSoftware, MeasuredTimes
 from .flags import AttentionFlags
 
 FAMILIES: tuple[BackendFamily, ...] = ("flash", "fused", "unfused")
@@ -232,51 +232,33 @@ def _fastest(
     call: AttentionCall,
     rows: tuple[BackendCandidate, ...],
     first: BackendCandidate,
-    installed: InstalledSoftware,
+    times: MeasuredTimes,
     *,
     prefers_te: bool,
-) -> tuple[tuple[BackendCandidate, ...], BackendCandidate, str]:
+) -> tuple[BackendCandidate, str]:
     """Choose within the family of the first accepted row what the measured times of the card say is fastest.
 
-    Backends that need more memory than the first one (a mask, a dense bias, saved scores) do not take part.
+    Backends that expand a bias to a dense one, which the first one does not, do not take part.
 
     Returns:
-        the rows, with ratios of measured times; the chosen one; what the times say, to follow the reason of the order.
+        the chosen row, and what the times say, to follow the reason of the order.
     """
-    times = installed.measured
-    if times is None:
-        return rows, first, ""
     if prefers_te:
-        return rows, first, f"; {times.source} is not asked, because of `transformer_engine: True`"
+        return first, f"; {times.source} is not asked, because of `transformer_engine: True`"
     near, why = times.nearest(call)
     if near is None:
-        return rows, first, f"; {times.source} decides nothing here: {why}"
-    family = [row for row in rows if row.accepted and row.family == first.family]
-    found = {row: near.time(row.backend, training=call.training) for row in family if _needs_no_more(call, row, first)}
+        return first, f"; {times.source} decides nothing here: {why}"
+    dense = {row: BACKENDS_BY_NAME[row.backend].needs_dense_bias(call) for row in rows}
+    family = [row for row in rows if row.accepted and row.family == first.family and dense[row] <= dense[first]]
+    found = {row: near.time(row.backend, training=call.training) for row in family}
     measured = {row: time for row, time in found.items() if time is not None}
     if first not in measured:
-        return rows, first, f"; {times.source} has no time of it for {near}"
+        return first, f"; {times.source} has no time of it for {near}"
     best = min(measured, key=lambda row: measured[row])
     best = first if measured[first] <= MEASURED_MARGIN * measured[best] else best
-    ratios = {row: measured[row] / measured[best] for row in measured}
-    others = ", ".join(f"{row.backend} takes {ratio:.2f} times as long" for row, ratio in ratios.items() if row != best)
-    rows = tuple(
-        replace(row, reason=f"{row.reason}, measured {ratios[row]:.2f} times as long")
-        if row in ratios and row is not best
-        else row
-        for row in rows
-    )
-    return rows, best, f"; by {times.source}, {near}: {others or 'nothing else of its family is measured'}"
-
-
-def _needs_no_more(call: AttentionCall, row: BackendCandidate, first: BackendCandidate) -> bool:
-    """Return True if a backend needs no tensor of the size of the scores that the first one does without."""
-
-    def needs(name: str) -> tuple[bool, bool, bool]:
-        backend = BACKENDS_BY_NAME[name]
-        return backend.needs_document_mask(call), backend.needs_dense_bias(call), backend.saves_scores
-
-    return all(a <= b for a, b in zip(needs(row.backend), needs(first.backend), strict=True))
+    ratios = {row.backend: time / measured[best] for row, time in measured.items() if row != best}
+    others = ", ".join(f"{name} takes {ratio:.2f} times as long" for name, ratio in ratios.items())
+    return best, f"; by {times.source}, {near}: {others or 'nothing else of its family is measured'}"
 
 
 # ---------------------------------------------------------------- selection
@@ -337,8 +319,9 @@ def select_backend(
     if chosen is None:
         raise NoBackendError("\n".join([f"no attention backend for {call}:", *format_candidates(rows)]), rows)
     explained = why if requested == "auto" else f"requested by `attention_backend` ({requested})"
-    if requested not in BACKENDS_BY_NAME:
-        rows, chosen, measured = _fastest(call, rows, chosen, installed, prefers_te=bool(transformer_engine))
+    if installed.measured is not None and requested not in BACKENDS_BY_NAME:
+        prefers_te = bool(transformer_engine)
+        chosen, measured = _fastest(call, rows, chosen, installed.measured, prefers_te=prefers_te)
         explained += measured
     rows = tuple(replace(row, reason=f"chosen ({explained})") if row is chosen else row for row in rows)
     notes = (
