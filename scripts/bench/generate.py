@@ -1,7 +1,7 @@
 """Generation benchmark: tokens per second of stoker and transformers' `generate`; see `rounds.py` for the method.
 
     python scripts/bench/generate.py [--rounds 3] [--batch 1 32] [--only stoker hf ...] [--seconds 500]
-        [--results FILE.jsonl] [--report FILE.md]
+        [--results FILE.jsonl]
 
 Shape (`conf/model/llama_1b.yaml`): 24 layers, hidden 2048, 16 heads, 4 query groups, SwiGLU 5632, vocabulary 32000.
 bf16, random weights, no EOS token. A prompt of 128 random tokens, then 256 greedy tokens, prefill included.

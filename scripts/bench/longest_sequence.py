@@ -1,7 +1,7 @@
 """Find the longest sequence that trains on one GPU, and compare it with the plan.
 
     python scripts/bench/longest_sequence.py [--only none full full_offload] [--memory 40] [--seconds 500]
-        [--results FILE.jsonl] [--report FILE.md]
+        [--results FILE.jsonl]
     python scripts/bench/longest_sequence.py --meta [--device h100:40GiB]
 
 `experiment=llama_1b_bench` with one sample per step: unchanged, with full recomputation, and with full recomputation

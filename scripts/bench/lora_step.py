@@ -1,7 +1,7 @@
 """LoRA fine-tuning benchmark: `experiment=llama_1b_lora` and transformers with peft; see `rounds.py` for the method.
 
     python scripts/bench/lora_step.py [--micro-batch 4] [--rounds 3] [--only stoker hf_layers ...] [--seconds 500]
-        [--results FILE.jsonl] [--report FILE.md]
+        [--results FILE.jsonl]
 
 Shape (`conf/model/llama_1b.yaml`): 24 layers, hidden 2048, 16 heads, 4 query groups, SwiGLU 5632, vocabulary 32000.
 LoRA of rank 16, alpha 32, without dropout, on the seven linear layers of each layer; the other weights are frozen in

@@ -3,7 +3,7 @@
 See `rounds.py` for the method.
 
     python scripts/bench/memory_modes.py [--shape 1b wide] [--rounds 3] [--only none full offload_12 ...]
-        [--seconds 500] [--results FILE.jsonl] [--report FILE.md]
+        [--seconds 500] [--results FILE.jsonl]
 
 `1b`: `experiment=llama_1b_bench`, 24 layers of width 2048. `wide`: 8 layers of width 4096. Sequence 4096, micro batch
 4, random tokens, AdamW, clipping to 1.0; attention that saves its scores (`unfused`) has a micro batch of 1, with which

@@ -2,7 +2,7 @@
 
     python scripts/bench/moe_layer.py [--sections layer matmul] [--rounds 5] [--only E128 balanced ...]
         [--skip "Liger fused_moe"] [--compile-ahead 12] [--seconds 500] [--results moe_layer.jsonl]
-        [--report moe_layer.md] [--tile rows=128,256,64,8,4 ...] [--check]
+        [--tile rows=128,256,64,8,4 ...] [--check]
 
 `layer`: forward and backward of the experts from routed tokens (without the router), random bf16 data; the dense MLP
 computes the same FLOPs on as many rows with one matrix, an upper bound for the experts. `matmul`: the grouped matmuls

@@ -1,14 +1,15 @@
 """Training on 1, 2, 4 and 8 GPUs of one host in each layout: stoker, torchtitan and Megatron-core in the same run.
 
     python scripts/bench/parallel.py --devices 1 2 4 [--cases fsdp tp ...] [--only stoker torchtitan ...] [--rounds 3]
-        [--seconds 500] [--results docs/results/parallel.jsonl] [--write]
+        [--seconds 500] [--results docs/results/parallel.jsonl]
     python scripts/bench/parallel.py --dry-run [--devices 2] [--cases tp]
 
 A round runs every case, and in each case every contender, one after the other; a figure is the median of the rounds,
 a ratio the median of the ratios within a round. Rows that are in the results file are not measured again, so a table
-may take several sessions on machines of one kind. Peers that are not installed are reported as not run. `--write`
-renders the rows into docs/benchmarks.md and docs/parallel.svg. `--dry-run` measures and writes nothing: it trains the
-cases of stoker shrunk, two steps each, on processes of the CPU.
+may take several sessions on machines of one kind. Peers that are not installed are reported as not run. The ideal
+is the speed of the same contender on one GPU times their number; 131,072 tokens are one sequence, with full recompute,
+whole on one GPU. `--dry-run` measures and writes nothing: it trains the cases of stoker shrunk, two steps each, on
+processes of the CPU.
 """
 
 from __future__ import annotations
@@ -27,8 +28,6 @@ from typing import Literal
 from rounds import Length, Row, append_row, deadline, machine, print_row, print_tables, read_rows, run_in_process
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
-HEADING = "## Parallel training on several GPUs"
-COMMAND = "python scripts/bench/parallel.py --devices 1 2 4 --write"
 FSDP = ["model.fsdp=true"]
 ZERO1 = ["model.optim.name=distributed_fused_adam"]
 RECOMPUTE = [f"model.activations_checkpoint_{key}" for key in ("granularity=full", "method=uniform", "num_layers=1")]

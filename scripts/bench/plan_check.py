@@ -1,7 +1,6 @@
 """Compare the plan with the CUDA allocator on random runs, each of a few steps in its own process.
 
     python scripts/bench/plan_check.py [--seed 1] [--runs 20] [--together 4] [--seconds 500] [--results FILE.jsonl]
-        [--report FILE.md]
     python scripts/bench/plan_check.py --meta [--device h100]
     python scripts/bench/plan_check.py --layouts [NAME ...] [--dry-run] [--seconds 340] [--results FILE.jsonl]
 
