@@ -1,4 +1,4 @@
-"""`scripts/bench/plan_check.py --layouts`: its layouts train, a failing one ends no other, and its table is right."""
+"""`scripts/bench/plan_check.py --layouts`: its layouts train, and a failing one ends no other."""
 
 import os
 import subprocess
@@ -11,7 +11,6 @@ from tiers import full_only
 from stoker.trainer.config.load import load_run_config
 
 BENCH = Path(__file__).resolve().parents[1] / "scripts" / "bench"
-GIB = 2**30
 
 
 @pytest.fixture
@@ -20,30 +19,6 @@ def layouts(monkeypatch):
     import plan_layouts
 
     return plan_layouts
-
-
-def row(layout, planned_ms, ms, planned_gib, gib):
-    sizes = [{"allocated": int(each * GIB), "used": int((each + 1) * GIB)} for each in planned_gib]
-    measured = [{"allocated": int(each * GIB), "used": int((each + 2) * GIB)} for each in gib]
-    found = {"layout": layout, "planned_seconds": planned_ms / 1e3, "seconds": ms / 1e3}
-    versions = {"device": "GPU", "torch": "2", "cudnn": 9, "triton": "3", "date": "2026-11-24"}
-    return found | {"planned": sizes, "measured": measured} | versions
-
-
-def test_the_table_compares_each_rank_with_its_pipeline_rank(layouts):
-    rows = [
-        row("pp2 tp2", 110.0, 100.0, [4.0, 6.0], [4.0, 4.0, 5.0, 5.9]),
-        row("dp2", 95.0, 100.0, [8.0], [8.0, 7.8]),
-        {"layout": "tp4 sp", "refused": "ValueError: no"},
-    ]
-    text = layouts.layouts_table(rows)
-    # of ranks 2 and 3, on which the second stage is, rank 2 is furthest from the plan, and rank 3 the largest
-    assert "| pp2 tp2 | 110.0 | 100.0 | +10.0 % | 6.00 | 5.90 | +20.0 % | 7.00 | 7.90 |" in text
-    assert "| dp2 | 95.0 | 100.0 | -5.0 % | 8.00 | 8.00 | +2.6 % | 9.00 | 10.00 |" in text
-    assert "Mean error of time 7.5 %, worst 10.0 %, of 2 layouts." in text
-    assert "Mean error of memory 11.3 %, worst 20.0 %, of 2 layouts." in text
-    assert text.endswith("tp4 sp: ValueError: no.\n")
-    assert layouts.layouts_table(rows[2:]) == "nothing ran\n"
 
 
 def test_a_failure_is_one_line(layouts):

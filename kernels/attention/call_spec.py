@@ -1,9 +1,10 @@
-"""Inputs of backend selection: the specification of an attention call and the versions of the installed software."""
+"""Inputs of backend selection: the specification of an attention call, installed software and measured times."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field, fields
+from math import log2
+from typing import Any, Literal
 
 DType = Literal["fp64", "fp32", "bf16", "fp16"]
 Bias = Literal[
@@ -18,6 +19,9 @@ _BIAS_WORDS = {
     "slopes": "ALiBi slopes",
     "slopes_with_gradient": "ALiBi slopes with gradient",
 }
+
+MAX_OCTAVES = 1.0
+"""Largest distance of a call's length, as log2 of the ratio, from a measured one; none beyond the longest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +39,7 @@ class InstalledSoftware:
         flash_attn_3: FlashAttention 3 is installed where TransformerEngine looks for it.
         flash_attn_4: FlashAttention 4 is installed where TransformerEngine looks for it.
         deterministic_algorithms: `torch.use_deterministic_algorithms(True)` is set.
+        measured: times of the backends with this software on the card of the run, which decide within a family.
     """
 
     torch: tuple[int, int]
@@ -47,6 +52,7 @@ class InstalledSoftware:
     flash_attn_3: bool = False
     flash_attn_4: bool = False
     deterministic_algorithms: bool = False
+    measured: MeasuredTimes | None = field(default=None, hash=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,3 +195,81 @@ class AttentionCall:
         if self.fp8:
             parts.append("in fp8")
         return ", ".join(parts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredCall:
+    """A call of self-attention in training, and the time that each backend takes for it.
+
+    Attributes:
+        milliseconds: backend -> (forward, backward).
+        refused: backend -> why it could not be measured, although its limits allow the call.
+    """
+
+    call: AttentionCall
+    milliseconds: dict[str, tuple[float, float]]
+    refused: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def flops(self) -> float:
+        """FLOPs of forward and backward, without masked pairs: 2 matmuls and 5."""
+        call = self.call
+        return 14 * call.head_dim * call.batch * call.heads * call.queries * call.keys / (2 if call.causal else 1)
+
+    def __str__(self) -> str:
+        call = self.call
+        mask, bias = "causal" if call.causal else "full", "" if call.bias == "none" else f", {_BIAS_WORDS[call.bias]}"
+        sizes = f"head width {call.head_dim}, group size {call.heads // call.groups}, {call.keys} tokens"
+        return f"{sizes}, {mask}{bias}"
+
+    def time(self, backend: str, *, training: bool) -> float | None:
+        """Return the milliseconds of a backend, of forward and backward in training; None if not measured."""
+        found = self.milliseconds.get(backend)
+        return None if found is None else sum(found[: 1 + training])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredTimes:
+    """All measured calls of a card.
+
+    Attributes:
+        source: file and date of the measurement, for messages.
+    """
+
+    source: str
+    calls: tuple[MeasuredCall, ...]
+
+    def nearest(self, call: AttentionCall) -> tuple[MeasuredCall | None, str]:
+        """Return the measured call that stands for a call; None and the reason if there is none.
+
+        All options and the head width are equal, group size and length the nearest ones.
+        """
+        if call.queries != call.keys:
+            return None, "not measured with other queries than keys"
+        options = _options(call)
+        differing = [
+            [name for name, value in _options(one.call).items() if options[name] != value] for one in self.calls
+        ]
+        alike = [one for one, names in zip(self.calls, differing, strict=True) if not names]
+        longest = max((one.call.keys for one in alike), default=0)
+
+        def octaves(one: MeasuredCall) -> float:
+            return abs(log2(min(call.keys, longest) / one.call.keys))
+
+        near = [one for one in alike if octaves(one) <= MAX_OCTAVES]
+        if not near:
+            names = min(differing, key=len, default=[])
+            return None, f"not measured with {names[0]} {options[names[0]]}" if names else "no measured length is near"
+        groups = call.heads / call.groups
+        return min(near, key=lambda one: (octaves(one), abs(log2(groups * one.call.groups / one.call.heads)))), ""
+
+
+_SIZES = ("batch", "heads", "groups", "queries", "keys", "training", "split", "reach")
+"""What a measured call may differ in from those it stands for."""
+
+
+def _options(call: AttentionCall) -> dict[str, Any]:
+    """Return all other properties; with bf16 and fp16, and a bias with and without gradient, alike."""
+    found = {each.name: getattr(call, each.name) for each in fields(call) if each.name not in _SIZES}
+    dtype, width = "16 bits" if call.dtype in ("bf16", "fp16") else call.dtype, call.value_dim or call.head_dim
+    return found | {"dtype": dtype, "bias": call.bias.removesuffix("_with_gradient"), "value_dim": width}

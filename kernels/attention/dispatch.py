@@ -14,7 +14,7 @@ from .backend_support import (
     uses_hopper_kernels,
     why_not_te,
 )
-from .call_spec import AttentionCall, InstalledSoftware
+from .call_spec import AttentionCall, InstalledSoftware, MeasuredTimes
 from .flags import AttentionFlags
 
 FAMILIES: tuple[BackendFamily, ...] = ("flash", "fused", "unfused")
@@ -230,6 +230,45 @@ def _row(
     return BackendCandidate(name, family, reason is None, reason or "can run")
 
 
+# ---------------------------------------------------------------- measured times
+
+MEASURED_MARGIN = 1.02
+"""Ratio of measured times up to which the order of the table stays: times of two measurements differ by as much."""
+
+
+def _fastest(
+    call: AttentionCall,
+    rows: tuple[BackendCandidate, ...],
+    first: BackendCandidate,
+    times: MeasuredTimes,
+    *,
+    prefers_te: bool,
+) -> tuple[BackendCandidate, str]:
+    """Choose within the family of the first accepted row what the measured times of the card say is fastest.
+
+    Backends that expand a bias to a dense one, which the first one does not, do not take part.
+
+    Returns:
+        the chosen row, and what the times say, to follow the reason of the order.
+    """
+    if prefers_te:
+        return first, f"; {times.source} is not asked, because of `transformer_engine: True`"
+    near, why = times.nearest(call)
+    if near is None:
+        return first, f"; {times.source} decides nothing here: {why}"
+    dense = {row: BACKENDS_BY_NAME[row.backend].needs_dense_bias(call) for row in rows}
+    family = [row for row in rows if row.accepted and row.family == first.family and dense[row] <= dense[first]]
+    found = {row: near.time(row.backend, training=call.training) for row in family}
+    measured = {row: time for row, time in found.items() if time is not None}
+    if first not in measured:
+        return first, f"; {times.source} has no time of it for {near}"
+    best = min(measured, key=lambda row: measured[row])
+    best = first if measured[first] <= MEASURED_MARGIN * measured[best] else best
+    ratios = {row.backend: time / measured[best] for row, time in measured.items() if row != best}
+    others = ", ".join(f"{name} takes {ratio:.2f} times as long" for name, ratio in ratios.items())
+    return best, f"; by {times.source}, {near}: {others or 'nothing else of its family is measured'}"
+
+
 # ---------------------------------------------------------------- selection
 
 
@@ -251,7 +290,8 @@ def select_backend(
         attention_backend: `auto`, one family or one backend; never overridden.
         transformer_engine: True prefers TransformerEngine within each family, False removes it, None does neither.
         flags: the NVTE_* switches, which can remove backends.
-        installed: versions of the installed software.
+        installed: versions of the installed software, and measured times of the card, which decide within the family
+            of the first backend that is left, unless `attention_backend` names one.
 
     Raises:
         NoBackendError: no backend is left, or the requested one was removed or cannot run the call.
@@ -294,6 +334,10 @@ def select_backend(
     if chosen is None:
         raise NoBackendError("\n".join([f"no attention backend for {call}:", *format_candidates(rows)]), rows)
     explained = why if requested == "auto" else f"requested by `attention_backend` ({requested})"
+    if installed.measured is not None and requested not in BACKENDS_BY_NAME:
+        prefers_te = bool(transformer_engine)
+        chosen, measured = _fastest(call, rows, chosen, installed.measured, prefers_te=prefers_te)
+        explained += measured
     rows = tuple(replace(row, reason=f"chosen ({explained})") if row is chosen else row for row in rows)
     notes = (
         *_memory_notes(call, BACKENDS_BY_NAME[chosen.backend]),

@@ -1,7 +1,7 @@
 """Attention benchmark on one GPU: our kernels, PyTorch's, FlexAttention and TransformerEngine.
 
     python scripts/bench/attention.py [--sections plain distance lse_first softmax host memory short] [--rounds 5]
-        [--compile-ahead 12] [--minutes 9] [--results attention.jsonl] [--report attention.md]
+        [--compile-ahead 12] [--minutes 9] [--results attention.jsonl]
         [--only D128 S4096 ...] [--skip FlexAttention]
 
 All contenders of a shape alternate within each round (in reversed order every second round), with random data. Before
@@ -21,83 +21,35 @@ from __future__ import annotations
 import argparse
 import datetime
 import gc
-import json
 import os
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from attention_peers import FORWARD_ONLY, IGNORES_BIAS, NEEDS_DENSE_BIAS, PEERS, Shape
-from attention_report import SECTIONS, Row, report
+from rounds import Row, append_row, print_tables, read_rows
 from torch import Tensor
 
 from stoker.kernels import lse_first_attention, scaled_masked_softmax
+from stoker.kernels.timing import Event, TimedCall, in_turns, record_event
 
 ROUND_MS = 40.0
-HEAD_START_CYCLES = 4_000_000  # about 2 ms, in which the host queues a whole call, so that launches are not timed
+SECTIONS = ("plain", "distance", "lse_first", "softmax", "host", "memory", "short")
 MAX_DENSE_BIAS_TOKENS = 16384
 SOFTMAX_ELEMENTS = 128 << 20
-SLOW_MS, SLOW_ROUNDS = 250.0, 2  # contenders that take longer get fewer rounds
 COMPILED = ("ours", "ours, no bias", "lse_first", "lse_first stage 1", "FlexAttention")
-Call = Callable[[], list[torch.cuda.Event]]
 
 
 # ---------------------------------------------------------------- measuring
 
 
-def _event() -> torch.cuda.Event:
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
-
-
-def in_turns(
-    calls: dict[str, Call], rounds: int, round_ms: float = ROUND_MS, *, head_start: bool = True
-) -> dict[str, list[list[float]]]:
-    """Time the calls in turns.
-
-    Args:
-        calls: by contender; each has run once before, and returns the events it recorded.
-        rounds: number of rounds.
-        round_ms: time per contender and round.
-        head_start: let the device sleep until the host has queued a call.
-
-    Returns:
-        Milliseconds between consecutive events: contender -> list per interval -> list per round.
-    """
-    flush = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
-    counts, slow = {}, set()
-    for name, call in calls.items():
-        events = call()
-        torch.cuda.synchronize()
-        duration = events[0].elapsed_time(events[-1])
-        counts[name] = max(3 if duration < SLOW_MS / 4 else 1, min(100, int(round_ms / max(duration, 1e-3))))
-        slow |= {name} if duration > SLOW_MS else set()
-    results: dict[str, list[list[float]]] = {name: [] for name in calls}
-    for number in range(rounds):
-        for name in list(calls) if number % 2 == 0 else list(calls)[::-1]:
-            if name in slow and number >= SLOW_ROUNDS:
-                continue
-            samples = []
-            for _ in range(counts[name]):
-                flush.zero_()
-                if head_start:
-                    torch.cuda._sleep(HEAD_START_CYCLES)
-                samples.append(calls[name]())
-            torch.cuda.synchronize()
-            intervals = [[a.elapsed_time(b) for a, b in pairwise(e)] for e in samples]
-            results[name].append([statistics.median(column) for column in zip(*intervals, strict=True)])
-    return {name: [list(column) for column in zip(*per_round, strict=True)] for name, per_round in results.items()}
-
-
-def _peak_mib(call: Call) -> float:
+def _peak_mib(call: TimedCall) -> float:
     """Return the device memory one call allocates at its peak, in MiB."""
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
@@ -153,7 +105,7 @@ def attention_row(shape: Shape, names: list[str], broken: dict[str, str], rounds
     table = shape.table()
     leaves = [q, k, v] if table is None else [q, k, v, table]
     upstream = torch.randn(q.shape, device="cuda", dtype=q.dtype)
-    calls: dict[str, Call] = {}
+    calls: dict[str, TimedCall] = {}
     refused: dict[str, str] = {}
     peak: dict[str, float] = {}
     expected = None
@@ -175,16 +127,16 @@ def attention_row(shape: Shape, names: list[str], broken: dict[str, str], rounds
 
         def run(
             attend: Any = attend, bias: Tensor | None = bias, inputs: list[Tensor] = inputs, name: str = name
-        ) -> list[torch.cuda.Event]:
-            start = _event()
+        ) -> list[Event]:
+            start = record_event()
             out = attend(q, k, v, bias)
-            middle = _event()
+            middle = record_event()
             if name in FORWARD_ONLY:
                 return [start, middle]
             torch.autograd.grad(out, inputs, upstream)
-            return [start, middle, _event()]
+            return [start, middle, record_event()]
 
-        def measure_peak(run: Call = run, name: str = name) -> None:
+        def measure_peak(run: TimedCall = run, name: str = name) -> None:
             peak[name] = _peak_mib(run)
 
         reason = _try(name, run)
@@ -207,7 +159,7 @@ def attention_row(shape: Shape, names: list[str], broken: dict[str, str], rounds
     if not rounds:
         return {"refused": refused}
     row: Row = {"ms": {}, "refused": refused, "peak_mib": peak, "forward_flops": shape.forward_flops}
-    for name, intervals in in_turns(calls, rounds).items():
+    for name, intervals in in_turns(calls, rounds, ROUND_MS).items():
         row["ms"][name] = {"forward": intervals[0]}
         if name not in FORWARD_ONLY:
             both = [forward_ms + backward_ms for forward_ms, backward_ms in zip(*intervals, strict=True)]
@@ -268,31 +220,31 @@ def host_row(keys: int, rounds: int) -> Row:
     q = torch.randn(1, queries, heads, head_dim, device="cuda", dtype=torch.bfloat16)
     k, v = (torch.randn(1, keys, heads, head_dim, dtype=torch.bfloat16).pin_memory() for _ in range(2))
 
-    def from_host() -> list[torch.cuda.Event]:
-        start = _event()
+    def from_host() -> list[Event]:
+        start = record_event()
         with torch.no_grad():
             lse_first_attention(q, k, v, chunk_size=chunk)
-        return [start, _event()]
+        return [start, record_event()]
 
     from_host()
     peak = {"from the host": _peak_mib(from_host)}
     on_device = [x.cuda() for x in (k, v)]
 
-    def from_device() -> list[torch.cuda.Event]:
-        start = _event()
+    def from_device() -> list[Event]:
+        start = record_event()
         with torch.no_grad():
             lse_first_attention(q, *on_device)
-        return [start, _event()]
+        return [start, record_event()]
 
-    def copy() -> list[torch.cuda.Event]:
-        start = _event()
+    def copy() -> list[Event]:
+        start = record_event()
         for host, device in zip((k, v), on_device, strict=True):
             device.copy_(host, non_blocking=True)
-        return [start, _event()]
+        return [start, record_event()]
 
     calls = {"from the host": from_host, "on the device": from_device, "the copy alone": copy}
     from_device()
-    times = {name: {"forward": t[0]} for name, t in in_turns(calls, rounds, head_start=False).items()}
+    times = {name: {"forward": t[0]} for name, t in in_turns(calls, rounds, ROUND_MS, head_start=False).items()}
     return {"ms": times, "peak_mib": peak, "refused": {}, "forward_flops": 6 * heads * head_dim * queries * keys}
 
 
@@ -317,29 +269,29 @@ def softmax_row(columns: int, kind: str, broken: dict[str, str], rounds: int) ->
         "torch": eager,
         "torch.compile": torch.compile(eager, dynamic=False),
     }
-    calls: dict[str, Call] = {}
+    calls: dict[str, TimedCall] = {}
     refused: dict[str, str] = {}
     for name, function in contenders.items():
         if name in broken or (name == "torch" and not rounds):
             refused[name] = broken.get(name, "nothing to compile")
             continue
 
-        def run(function: Any = function) -> list[torch.cuda.Event]:
-            start = _event()
+        def run(function: Any = function) -> list[Event]:
+            start = record_event()
             out = function(x)
-            middle = _event()
+            middle = record_event()
             torch.autograd.grad(out, x, upstream)
-            return [start, middle, _event()]
+            return [start, middle, record_event()]
 
         if reason := _try(name, run):
             refused[name] = reason
         else:
             calls[name] = run
 
-    def copy() -> list[torch.cuda.Event]:
-        start = _event()
+    def copy() -> list[Event]:
+        start = record_event()
         x.detach().clone()
-        return [start, _event()]
+        return [start, record_event()]
 
     if not rounds:
         return {"refused": refused}
@@ -447,22 +399,12 @@ def _device_name() -> str:
     return torch.cuda.get_device_name()
 
 
-def _read_lines(file: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
-
-
-def _append(file: Path, line: dict[str, Any]) -> None:
-    with file.open("a") as stream:
-        stream.write(json.dumps(line) + "\n")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=list(SECTIONS))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--minutes", type=float, default=9.0, help="time limit for starting shapes")
     parser.add_argument("--results", type=Path, default=Path("attention.jsonl"), help="file to append to")
-    parser.add_argument("--report", type=Path, help="file for the tables of all results, as markdown")
     parser.add_argument("--only", nargs="+", default=[], help="shapes whose name contains all of these words")
     parser.add_argument("--skip", nargs="+", default=[], choices=PEERS, help="contenders to leave out")
     parser.add_argument("--list", action="store_true", help="only print the shapes")
@@ -478,7 +420,7 @@ def main() -> None:
     if arguments.list:
         print("\n".join(f"{section}: {name}" for section, name, _ in wanted))
         return
-    measured = {(r["section"], r["shape"]) for r in _read_lines(arguments.results) if r["device"] == _device_name()}
+    measured = {(r["section"], r["shape"]) for r in read_rows(arguments.results) if r["device"] == _device_name()}
     wanted = [job for job in wanted if job[:2] not in measured]
     if arguments.compile_part:
         compile_part(wanted, arguments.compile_part)
@@ -488,10 +430,7 @@ def main() -> None:
         compile_ahead(arguments.compile_ahead)
         print(f"compiled in {time.monotonic() - begin:.0f} s", flush=True)
     left = measure_all(wanted, arguments.results, arguments.rounds, begin + 60 * arguments.minutes)
-    text = report(_read_lines(arguments.results))
-    print(text)
-    if arguments.report:
-        arguments.report.write_text(text)
+    print_tables([f"attention_{section}" for section in arguments.sections], arguments.results)
     if left:
         print(f"{left} shapes are not measured yet; run the same command again.")
 
@@ -505,7 +444,7 @@ def measure_all(wanted: list[Job], results: Path, rounds: int, deadline: float) 
     device = {"device": _device_name(), **versions, "rounds": rounds}
     broken_file = results.with_suffix(".broken.jsonl")
     broken: dict[tuple[str, str], dict[str, str]] = {}
-    for line in _read_lines(broken_file):
+    for line in read_rows(broken_file):
         broken.setdefault((line["section"], line["shape"]), {})[line["contender"]] = line["reason"]
     left = 0
     for section, name, measure in wanted:
@@ -523,9 +462,9 @@ def measure_all(wanted: list[Job], results: Path, rounds: int, deadline: float) 
         except Exception as error:
             contender, reason = error.args if isinstance(error, BrokenDeviceError) else ("all", _in_one_line(error))
             print(f"{section}: {name}: {contender} broke the device: {reason}", flush=True)
-            _append(broken_file, {"section": section, "shape": name, "contender": contender, "reason": reason})
+            append_row(broken_file, {"section": section, "shape": name, "contender": contender, "reason": reason})
             _restart((deadline - time.monotonic()) / 60)
-        _append(results, row)
+        append_row(results, row)
         brief = {peer: round(statistics.median(t.get("both", t["forward"])), 3) for peer, t in row["ms"].items()}
         elapsed = time.monotonic() - begin
         print(f"{section}: {name}: ms {brief} {row['refused'] or ''} in {elapsed:.1f} s", flush=True)

@@ -24,6 +24,7 @@ from typing import Any
 
 import pytorch_lightning as pl
 import torch
+from rounds import print_tables
 from torch._C._distributed_c10d import TCPStore
 from torch.cuda import nccl
 from torch.multiprocessing.spawn import spawn
@@ -173,31 +174,7 @@ def work(rank: int, devices: int, arguments: argparse.Namespace) -> None:
     ranks.barrier()
     shutdown_distributed()
     if rank == 0 and not arguments.dry_run:
-        print(table([json.loads(line) for line in arguments.results.read_text().splitlines()]))
-
-
-def table(rows: list[dict[str, Any]]) -> str:
-    """Return the report, with the ratio of `alone` on the slowest GPU to the layout taken within each round."""
-    alone = {row["round"]: max(row["seconds"]) for row in rows if row["layout"] == "alone"}
-    first = rows[0]
-    lines = [
-        f"Device: {first['device']}; torch {first['torch']}, NCCL {first['nccl']}; {first['date']};"
-        f" {len(alone)} rounds.",
-        "",
-        "| layout | ms/step | tokens/s per GPU | peak GiB | of the speed without communication |",
-        "|---|---|---|---|---|",
-    ]
-    for name, (title, _) in LAYOUTS.items():
-        found = [row for row in rows if row["layout"] == name]
-        if not found:
-            continue
-        seconds = statistics.median(max(row["seconds"]) for row in found)
-        ratios = [alone[row["round"]] / max(row["seconds"]) for row in found if row["round"] in alone]
-        ratio = f"{statistics.median(ratios):.3f} x" if ratios and name != "alone" else ""
-        peak = max(row["peak_gib"] for row in found)
-        speed = MICRO_BATCH * SEQUENCE / seconds
-        lines.append(f"| {title} | {1e3 * seconds:.1f} | {speed:,.0f} | {peak:.1f} | {ratio} |")
-    return "\n".join(lines) + "\n"
+        print_tables(["data_parallel"], arguments.results)
 
 
 def main() -> None:

@@ -1,7 +1,7 @@
 """Generation benchmark: tokens per second of stoker and transformers' `generate`; see `rounds.py` for the method.
 
     python scripts/bench/generate.py [--rounds 3] [--batch 1 32] [--only stoker hf ...] [--seconds 500]
-        [--results FILE.jsonl] [--report FILE.md]
+        [--results FILE.jsonl]
 
 Shape (`conf/model/llama_1b.yaml`): 24 layers, hidden 2048, 16 heads, 4 query groups, SwiGLU 5632, vocabulary 32000.
 bf16, random weights, no EOS token. A prompt of 128 random tokens, then 256 greedy tokens, prefill included.
@@ -12,14 +12,13 @@ measured copy bandwidth of this GPU, divided by the time of a step.
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
 import torch
 from peers import Shape
-from rounds import Length, Row, environment_line, failures, result, run_benchmark, time_windows
+from rounds import Length, Row, result, run_benchmark, time_windows
 
 PROMPT, NEW = 128, 256
 LENGTH = Length(warm_up=2, windows=4, window=1)
@@ -152,23 +151,7 @@ def measure(name: str, batch: int) -> Row:
     return result(name, time_windows(run, LENGTH), batch * NEW) | {"limit": limit}
 
 
-def report(batch: int, rows: list[Row]) -> str:
-    """Return the table of a batch size, contenders from fastest to slowest."""
-    refused, succeeded = failures(rows), [row for row in rows if "refused" not in row]
-
-    def median(name: str, column: str) -> float:
-        return statistics.median(row[column] for row in succeeded if row["peer"] == name)
-
-    speed = {name: median(name, "tokens_per_second") for name in {row["peer"] for row in succeeded}}
-    lines = [f"{environment_line(succeeded)}.", ""]
-    lines += [f"| batch {batch} | tokens/s | ms/token | of the limit | peak GiB |", "|---|---|---|---|---|"]
-    for name in sorted(speed, key=lambda one: -speed[one]):
-        step = batch / speed[name]
-        figures = f"{speed[name]:,.0f} | {1e3 * step:.2f} | {median(name, 'limit') / step:.0%}"
-        lines.append(f"| {TITLES[name]} | {figures} | {median(name, 'peak_gib'):.1f} |")
-    lines += [f"| {TITLES[name]} | {reason} | | | |" for name, reason in refused.items()]
-    return "\n".join([*lines, "", ""])
-
-
 if __name__ == "__main__":
-    run_benchmark(__file__, __doc__, TITLES, measure, report, option="--batch", cases=[1, 32])
+    run_benchmark(
+        __file__, __doc__, TITLES, measure, lambda batch: [f"generate_{batch}"], option="--batch", cases=[1, 32]
+    )

@@ -1,7 +1,7 @@
 """Find the longest sequence that trains on one GPU, and compare it with the plan.
 
     python scripts/bench/longest_sequence.py [--only none full full_offload] [--memory 40] [--seconds 500]
-        [--results FILE.jsonl] [--report FILE.md]
+        [--results FILE.jsonl]
     python scripts/bench/longest_sequence.py --meta [--device h100:40GiB]
 
 `experiment=llama_1b_bench` with one sample per step: unchanged, with full recomputation, and with full recomputation
@@ -18,11 +18,10 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
-from collections.abc import Iterable
 from pathlib import Path
 
 from plan_check import GIB, planned
-from rounds import Row, append_row, deadline, environment_line, machine, print_row, read_rows, run_in_process
+from rounds import Row, append_row, deadline, machine, print_row, print_tables, read_rows, run_in_process
 
 GRAIN = 1024
 """Every sequence length is a multiple of this."""
@@ -123,42 +122,12 @@ def _bytes(gib: float | None) -> int | None:
     return None if gib is None else int(gib * GIB)
 
 
-def table(rows: Iterable[Row], gib: float | None) -> str:
-    """Return the report: the longest sequence of each mode that trained, and the planned one."""
-    rows = [row for row in rows if row["memory"] == gib]
-    ran = [row for row in rows if "refused" not in row]
-    if not ran:
-        return "nothing trained\n"
-    lines = [
-        f"{environment_line(ran)}{f'; limited to {gib:g} GiB' if gib else ''}.",
-        "",
-        "| mode | longest as planned | trains | out of memory | peak GiB | planned GiB | reserved GiB | s/step |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for mode, (title, _) in MODES.items():
-        tried = [row for row in rows if row["peer"] == mode]
-        succeeded = [row for row in tried if "refused" not in row]
-        if not tried:
-            continue
-        if not succeeded:
-            least = min(row["tokens"] for row in tried)
-            lines.append(f"| {title} | {tried[0]['longest_planned']:,} | | {least:,} | | | | |")
-            continue
-        best = max(succeeded, key=lambda row: row["tokens"])
-        over = [row["tokens"] for row in tried if row["tokens"] > best["tokens"]]
-        tokens = f"{best['longest_planned']:,} | {best['tokens']:,} | {f'{min(over):,}' if over else ''}"
-        sizes = " | ".join(f"{best[key] / GIB:.1f}" for key in ("allocated", "planned", "reserved"))
-        lines.append(f"| {title} | {tokens} | {sizes} | {best['seconds']:.1f} |")
-    return "\n".join(lines) + "\n"
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=MODES, default=list(MODES), metavar="MODE")
     parser.add_argument("--memory", type=float, metavar="GIB", help="limit of GPU memory")
     parser.add_argument("--seconds", type=float, help="time limit; runs that would exceed it are left out")
     parser.add_argument("--results", type=Path, default=Path("longest_sequence.jsonl"))
-    parser.add_argument("--report", type=Path)
     parser.add_argument("--meta", action="store_true", help="only print the planned lengths")
     parser.add_argument("--device", default="h100", help="GPU for --meta")
     parser.add_argument("--one", help=argparse.SUPPRESS)
@@ -174,10 +143,7 @@ def main() -> None:
     until = deadline(arguments.seconds)
     for mode in arguments.only:
         search(mode, arguments.memory, arguments.results, until)
-    report = table(read_rows(arguments.results), arguments.memory)
-    print(report)
-    if arguments.report:
-        arguments.report.write_text(report)
+    print_tables(["longest_sequence"], arguments.results)
 
 
 if __name__ == "__main__":

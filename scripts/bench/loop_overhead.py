@@ -1,7 +1,7 @@
 """Cost of the training loop: `stoker train`, and `stoker.GPTModule` in a plain `pl.Trainer`, against a bare loop.
 
 python scripts/bench/loop_overhead.py [--rounds 3] [--case short long] [--only loop stoker ...] [--seconds 500]
-    [--results FILE.jsonl] [--report FILE.md]
+    [--results FILE.jsonl]
 
 The bare loop runs the same model, kernels and optimizer on a batch that is already on the GPU: no dataloader, no
 schedule, no metrics. `stoker train` logs every 10 steps. CUDA graphs are off unless a title says otherwise, since the
@@ -14,7 +14,7 @@ import time
 from typing import Any
 
 import torch
-from rounds import Length, Row, result, run_benchmark, stoker_result, table, time_windows
+from rounds import Length, Row, result, run_benchmark, stoker_result, time_windows
 
 CASES = {
     "short": ["model=gpt_tiny", "model.micro_batch_size=8", "model.global_batch_size=8"],
@@ -120,7 +120,7 @@ if __name__ == "__main__":
         __doc__,
         TITLES,
         measure,
-        lambda case, rows: table(rows, TITLES, tokens_of(case)),
+        lambda case: [f"loop_{case}"],
         option="--case",
         cases=list(CASES),
     )

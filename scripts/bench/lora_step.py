@@ -1,7 +1,7 @@
 """LoRA fine-tuning benchmark: `experiment=llama_1b_lora` and transformers with peft; see `rounds.py` for the method.
 
     python scripts/bench/lora_step.py [--micro-batch 4] [--rounds 3] [--only stoker hf_layers ...] [--seconds 500]
-        [--results FILE.jsonl] [--report FILE.md]
+        [--results FILE.jsonl]
 
 Shape (`conf/model/llama_1b.yaml`): 24 layers, hidden 2048, 16 heads, 4 query groups, SwiGLU 5632, vocabulary 32000.
 LoRA of rank 16, alpha 32, without dropout, on the seven linear layers of each layer; the other weights are frozen in
@@ -31,7 +31,7 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from peers import Shape
-from rounds import Length, Row, result, run_benchmark, stoker_result, table, time_windows
+from rounds import Length, Row, result, run_benchmark, stoker_result, time_windows
 from torch import nn
 
 RANK, ALPHA = 16, 32
@@ -193,16 +193,7 @@ def measure(name: str, micro_batch: int) -> Row:
     return result(name, time_windows(PEERS[name][1](shape), LENGTH), tokens)
 
 
-def report(size: int, rows: list[Row]) -> str:
-    text = ""
-    for packed in (False, True):
-        selected = [row for row in rows if row["peer"].endswith("_packed") == packed]
-        if selected:
-            base = "stoker_packed" if packed else "stoker"
-            title = f"Micro batch {size}{', packed' * packed}"
-            text += f"{title}. {table(selected, TITLES, size * Shape.sequence, base)}\n"
-    return text
-
-
 if __name__ == "__main__":
-    run_benchmark(__file__, __doc__, TITLES, measure, report, option="--micro-batch", cases=[4])
+    run_benchmark(
+        __file__, __doc__, TITLES, measure, lambda _: ["lora", "lora_packed"], option="--micro-batch", cases=[4]
+    )

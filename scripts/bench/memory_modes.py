@@ -3,7 +3,7 @@
 See `rounds.py` for the method.
 
     python scripts/bench/memory_modes.py [--shape 1b wide] [--rounds 3] [--only none full offload_12 ...]
-        [--seconds 500] [--results FILE.jsonl] [--report FILE.md]
+        [--seconds 500] [--results FILE.jsonl]
 
 `1b`: `experiment=llama_1b_bench`, 24 layers of width 2048. `wide`: 8 layers of width 4096. Sequence 4096, micro batch
 4, random tokens, AdamW, clipping to 1.0; attention that saves its scores (`unfused`) has a micro batch of 1, with which
@@ -17,7 +17,6 @@ the device is `reserved`.
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import NamedTuple
@@ -26,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from peers import PlainGPT, Shape, Step, autocast_step
 from plan_check import planned
-from rounds import Length, Row, environment_line, failures, result, run_benchmark, stoker_result, time_windows
+from rounds import Length, Row, result, run_benchmark, stoker_result, time_windows
 from torch import Tensor
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
@@ -78,7 +77,10 @@ def modes_of(shape: Shape) -> dict[str, Mode]:
             [*UNFUSED, f"{CHECKPOINT}granularity=selective"],
             "unfused",
         ),
-        **{f"offload_{number}": Mode(f"offload: {number} layers", offload(number)) for number in offloaded},
+        **{
+            f"offload_{number}": Mode(f"offload: {number} layer{'s' * (number > 1)}", offload(number))
+            for number in offloaded
+        },
         "cheap_offload": Mode(f"cheap recompute, offload: {last - 1} layers", CHEAP + offload(last - 1)),
         "full_offload": Mode(f"full recompute, offload: {last - 1} layers", full("uniform", 1) + offload(last - 1)),
         "weights": Mode(f"offload: weights of {last} layers", offload(last, weights=True, activations=False)),
@@ -218,45 +220,6 @@ def measure(name: str, case: str) -> Row:
     return row | {"planned_gib": planned(overrides).allocated / 2**30}
 
 
-def table(rows: list[Row], shape: Shape) -> str:
-    """Return the report: memory and speed of each mode and of its base, with ratios taken within each round."""
-    modes = modes_of(shape)
-    titles = {name: mode.title for name, mode in modes.items()} | {name: peer[0] for name, peer in PEERS.items()}
-    refused = failures(rows)
-    rows = [row for row in rows if "refused" not in row]
-    bases = {name: mode.base for name, mode in modes.items()} | {name: peer[2] for name, peer in PEERS.items()}
-    bases = {name: base.replace("_all", f"_{shape.layers - 1}") for name, base in bases.items()}
-    speed = {(row["round"], row["peer"]): row["tokens_per_second"] for row in rows}
-    rounds = sorted({row["round"] for row in rows})
-    lines = [
-        f"{environment_line(rows)}; {len(rounds)} rounds.",
-        "",
-        "| run | tokens/s | peak GiB | planned | reserved | recorded | base | speed over the base | saved, GiB |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
-    peaks = {name: statistics.median(row["peak_gib"] for row in rows if row["peer"] == name) for name in titles
-             if any(row["peer"] == name for row in rows)}  # fmt: skip
-    for name, peak in peaks.items():
-        base = bases[name]
-        own = [row for row in rows if row["peer"] == name]
-        throughput, reserved = (
-            statistics.median(row[key] for row in own) for key in ("tokens_per_second", "reserved_gib")
-        )
-        ratios = [speed[r, name] / speed[r, base] for r in rounds if {(r, name), (r, base)} <= set(speed)]
-        compared = f"{statistics.median(ratios):.3f} x" if ratios and name != base else ""
-        saved = f"{peaks[base] - peak:.1f}" if base in peaks and name != base else ""
-        plan = next((f"{row['planned_gib']:.1f}" for row in own if "planned_gib" in row), "")
-        recorded = next(("yes" if row["recorded"] else "no" for row in own if "recorded" in row), "")
-        figures = [f"{throughput:,.0f}", f"{peak:.1f}", plan, f"{reserved:.1f}", recorded]
-        lines.append(f"| {' | '.join([titles[name], *figures, titles[base], compared, saved])} |")
-    lines += [f"| {titles[name]} | {reason} | | | | | {titles[bases[name]]} | | |" for name, reason in refused.items()]
-    return "\n".join(lines) + "\n"
-
-
-def report(case: str, rows: list[Row]) -> str:
-    return f"### {case}\n\n{table(rows, SHAPES[case])}\n"
-
-
 if __name__ == "__main__":
     names = dict.fromkeys([*(name for shape in SHAPES.values() for name in modes_of(shape)), *PEERS])
     run_benchmark(
@@ -264,7 +227,7 @@ if __name__ == "__main__":
         __doc__,
         names,
         measure,
-        report,
+        lambda case: [f"memory_{case}"],
         option="--shape",
         cases=sorted(SHAPES),
         chosen=lambda case: [*modes_of(SHAPES[case]), *PEERS],

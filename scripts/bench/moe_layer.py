@@ -2,7 +2,7 @@
 
     python scripts/bench/moe_layer.py [--sections layer matmul] [--rounds 5] [--only E128 balanced ...]
         [--skip "Liger fused_moe"] [--compile-ahead 12] [--seconds 500] [--results moe_layer.jsonl]
-        [--report moe_layer.md] [--tile rows=128,256,64,8,4 ...] [--check]
+        [--tile rows=128,256,64,8,4 ...] [--check]
 
 `layer`: forward and backward of the experts from routed tokens (without the router), random bf16 data; the dense MLP
 computes the same FLOPs on as many rows with one matrix, an upper bound for the experts. `matmul`: the grouped matmuls
@@ -39,8 +39,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from attention import in_turns
-from attention_report import Row, ratio
+from rounds import Row, print_tables, read_rows
 from torch import Tensor
 
 from stoker.kernels.gated_activation import gated_activation
@@ -55,6 +54,7 @@ from stoker.kernels.moe.grouped_matmul import (
     unsupported_reason,
 )
 from stoker.kernels.moe.tile_map import Tiles
+from stoker.kernels.timing import Event, TimedCall, in_turns, record_event
 
 OURS = "ours"
 DENSE = "dense MLP"
@@ -62,7 +62,7 @@ SECTIONS = {"layer": "The experts of a layer", "matmul": "Grouped matmuls"}
 LOADS = ("balanced", "skewed", "crowded")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 Function = Callable[..., Tensor]
-Call = Callable[[], list[torch.cuda.Event]]
+ROUND_MS = 40.0
 
 
 class Shape(NamedTuple):
@@ -246,12 +246,6 @@ def products(shape: Shape) -> dict[str, Product]:
 # ---------------------------------------------------------------- measuring
 
 
-def event() -> torch.cuda.Event:
-    mark = torch.cuda.Event(enable_timing=True)
-    mark.record()
-    return mark
-
-
 def build_step(function: Function, tensors: Tensors) -> Callable[[], tuple[Tensor, ...]]:
     """Return a function that runs forward and backward once and returns the output and the gradients."""
 
@@ -323,15 +317,15 @@ def layer_row(shape: Shape, rounds: int) -> Row:
         row["bitwise"] = all(torch.equal(a, b) for a, b in zip(step(), step(), strict=True))
     if not rounds:
         return row
-    calls: dict[str, Call] = {}
+    calls: dict[str, TimedCall] = {}
     for name, (function, inputs) in functions.items():
 
-        def run(function: Function = function, inputs: Tensors = inputs) -> list[torch.cuda.Event]:
-            start = event()
+        def run(function: Function = function, inputs: Tensors = inputs) -> list[Event]:
+            start = record_event()
             out = function(*inputs.leaves)
-            middle = event()
+            middle = record_event()
             torch.autograd.grad(out, inputs.leaves, inputs.upstream)
-            return [start, middle, event()]
+            return [start, middle, record_event()]
 
         peak, reason = try_run(name, lambda run=run: peak_mib(run))
         if reason is not None:
@@ -339,7 +333,7 @@ def layer_row(shape: Shape, rounds: int) -> Row:
             continue
         calls[name] = run
         row["peak_mib"][name] = peak
-    for name, (forward, backward) in in_turns(calls, rounds).items():
+    for name, (forward, backward) in in_turns(calls, rounds, ROUND_MS).items():
         both = [a + b for a, b in zip(forward, backward, strict=True)]
         row["ms"][name] = {"forward": forward, "backward": backward, "both": both}
     return row
@@ -349,7 +343,7 @@ def matmul_row(shape: Shape, what: str, rounds: int) -> Row:
     """Measure one grouped matmul of every contender; with 0 rounds, only compare their results."""
     product = products(shape)[what]
     row: Row = {"ms": {}, "refused": {}, "forward_flops": product.flops}
-    calls: dict[str, Call] = {}
+    calls: dict[str, TimedCall] = {}
     expected = None
     for name, function in product.calls.items():
         actual, reason = try_run(name, function)
@@ -364,82 +358,15 @@ def matmul_row(shape: Shape, what: str, rounds: int) -> Row:
             row["refused"][name] = reason
             continue
 
-        def run(function: Callable[[], Tensor] = function) -> list[torch.cuda.Event]:
-            start = event()
+        def run(function: Callable[[], Tensor] = function) -> list[Event]:
+            start = record_event()
             function()
-            return [start, event()]
+            return [start, record_event()]
 
         calls[name] = run
     if rounds:
-        row["ms"] = {name: {"forward": times[0]} for name, times in in_turns(calls, rounds).items()}
+        row["ms"] = {name: {"forward": times[0]} for name, times in in_turns(calls, rounds, ROUND_MS).items()}
     return row
-
-
-# ---------------------------------------------------------------- report
-
-
-def _speed(row: Row, name: str, what: str, factor: float) -> str:
-    times = row["ms"].get(name, {}).get(what)
-    if not times:
-        return "-"
-    milliseconds = statistics.median(times)
-    return f"{milliseconds:.3f} ({factor * row['forward_flops'] / milliseconds / 1e9:.0f})"
-
-
-def layer_table(rows: list[Row]) -> list[str]:
-    lines = ["ms (TFLOP/s); last two columns: our speed over theirs, forward and backward; peak MiB of a step.", ""]
-    lines += ["| layer | contender | forward | backward | both | ratio | peak |", "|---|---|---|---|---|---|---|"]
-    for row in rows:
-        for name in LAYER_PEERS:
-            if name in row["refused"]:
-                lines.append(f"| {row['shape']} | {name} | {row['refused'][name]} | | | | |")
-                continue
-            if name not in row["ms"]:  # skipped
-                continue
-            kinds = (("forward", 1.0), ("backward", 2.0), ("both", 3.0))
-            cells = [_speed(row, name, what, factor) for what, factor in kinds]
-            speedup = None if name == OURS else ratio(row, OURS, name, "both")
-            cells.append("" if speedup is None else f"{speedup:.2f}")
-            cells.append(f"{row['peak_mib'].get(name, math.nan):.0f}")
-            note = ", NOT bitwise repeatable" if name == OURS and not row.get("bitwise", True) else ""
-            lines.append(f"| {row['shape']} | {name}{note} | " + " | ".join(cells) + " |")
-    return [*lines, "", *_skew(rows)]
-
-
-def _skew(rows: list[Row]) -> list[str]:
-    """Return lines that compare steps with uneven load to the balanced step."""
-    lines = []
-    for row in rows:
-        words = row["shape"].split()
-        other = next((r for r in rows if r["shape"].split() == [*words[:-1], LOADS[0]]), None)
-        if other is None or other is row:
-            continue
-        for name in row["ms"]:
-            if name in other["ms"]:
-                uneven, balanced = (statistics.median(r["ms"][name]["both"]) for r in (row, other))
-                lines.append(f"- {row['shape']}, {name}: {uneven / balanced:.3f} times the balanced step")
-    return lines
-
-
-def matmul_table(rows: list[Row]) -> list[str]:
-    names = list(dict.fromkeys(n for row in rows for n in [*row["ms"], *row["refused"]]))
-    lines = ["ms (TFLOP/s).", "", "| matmul | " + " | ".join(names) + " |", "|---" * (len(names) + 1) + "|"]
-    for row in rows:
-        cells = [row["refused"].get(name) or _speed(row, name, "forward", 1.0) for name in names]
-        lines.append(f"| {row['shape']} | " + " | ".join(cells) + " |")
-    return lines
-
-
-def report(rows: list[Row]) -> str:
-    lines = []
-    if rows:
-        first = rows[0]
-        lines += [f"Device: {first['device']}; torch {first['torch']}, triton {first['triton']}; {first['date']}."]
-    for section, title in SECTIONS.items():
-        chosen = [row for row in rows if row["section"] == section]
-        if chosen:
-            lines += ["", f"## {title}", "", *(layer_table if section == "layer" else matmul_table)(chosen)]
-    return "\n".join(lines) + "\n"
 
 
 # ---------------------------------------------------------------- the run
@@ -479,7 +406,6 @@ def main() -> None:
     parser.add_argument("--compile-part", help=argparse.SUPPRESS)
     parser.add_argument("--seconds", type=float, help="time limit for starting measurements")
     parser.add_argument("--results", type=Path, default=Path("moe_layer.jsonl"), help="file to append to")
-    parser.add_argument("--report", type=Path, help="file for the tables of all results, as markdown")
     parser.add_argument("--tile", nargs="+", default=[], help="KIND=rows,columns,depth,warps,stages[,together[,...]]")
     parser.add_argument("--check", action="store_true", help="only compare the results, on small shapes")
     arguments = parser.parse_args()
@@ -506,10 +432,7 @@ def main() -> None:
     if arguments.compile_ahead:
         compile_ahead(arguments.compile_ahead, arguments.only)
     measure_all(wanted, arguments.results, arguments.rounds, until)
-    text = report(_read_rows(arguments.results))
-    print(text)
-    if arguments.report:
-        arguments.report.write_text(text)
+    print_tables(["moe_layer", "moe_matmul"], arguments.results)
 
 
 def compile_ahead(processes: int, only: list[str]) -> None:
@@ -542,10 +465,6 @@ def compile_part(part: int, parts: int, only: list[str]) -> None:
                 print(f"compiling {shape}, part {part}: {reason}", flush=True)
 
 
-def _read_rows(results: Path) -> list[Row]:
-    return [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
-
-
 def measure_all(
     wanted: list[tuple[str, str, Callable[[int], Row]]], results: Path, rounds: int, until: float | None
 ) -> None:
@@ -556,7 +475,7 @@ def measure_all(
     with suppress(metadata.PackageNotFoundError):
         versions["liger_kernel"] = metadata.version("liger_kernel")
     device = {"device": torch.cuda.get_device_name(), **versions, "rounds": rounds}
-    done = {(row["section"], row["shape"], row["device"]) for row in _read_rows(results)}
+    done = {(row["section"], row["shape"], row["device"]) for row in read_rows(results)}
     for section, name, measure in wanted:
         if (section, name, device["device"]) in done:
             continue

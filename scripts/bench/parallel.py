@@ -1,14 +1,15 @@
 """Training on 1, 2, 4 and 8 GPUs of one host in each layout: stoker, torchtitan and Megatron-core in the same run.
 
     python scripts/bench/parallel.py --devices 1 2 4 [--cases fsdp tp ...] [--only stoker torchtitan ...] [--rounds 3]
-        [--seconds 500] [--results docs/results/parallel.jsonl] [--write]
+        [--seconds 500] [--results docs/results/parallel.jsonl]
     python scripts/bench/parallel.py --dry-run [--devices 2] [--cases tp]
 
 A round runs every case, and in each case every contender, one after the other; a figure is the median of the rounds,
 a ratio the median of the ratios within a round. Rows that are in the results file are not measured again, so a table
-may take several sessions on machines of one kind. Peers that are not installed are reported as not run. `--write`
-renders the rows into docs/benchmarks.md and docs/parallel.svg. `--dry-run` measures and writes nothing: it trains the
-cases of stoker shrunk, two steps each, on processes of the CPU.
+may take several sessions on machines of one kind. Peers that are not installed are reported as not run. The ideal
+is the speed of the same contender on one GPU times their number; 131,072 tokens are one sequence, with full recompute,
+whole on one GPU. `--dry-run` measures and writes nothing: it trains the cases of stoker shrunk, two steps each, on
+processes of the CPU.
 """
 
 from __future__ import annotations
@@ -16,20 +17,17 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
-import re
 import statistics
 import tempfile
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-from rounds import Length, Row, append_row, deadline, environment_line, machine, print_row, read_rows, run_in_process
+from rounds import Length, Row, append_row, deadline, machine, print_row, print_tables, read_rows, run_in_process
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
-HEADING = "## Parallel training on several GPUs"
-COMMAND = "python scripts/bench/parallel.py --devices 1 2 4 --write"
 FSDP = ["model.fsdp=true"]
 ZERO1 = ["model.optim.name=distributed_fused_adam"]
 RECOMPUTE = [f"model.activations_checkpoint_{key}" for key in ("granularity=full", "method=uniform", "num_layers=1")]
@@ -284,122 +282,6 @@ def run_rounds(arguments: argparse.Namespace) -> None:
                     print(f"{text}: {speed}; took {row['took']:.0f} s", flush=True)
 
 
-Speeds = dict[tuple[int, str, int, str], float]
-"""Tokens per second of (round, case, devices, contender)."""
-
-
-def speeds(rows: Iterable[Row]) -> Speeds:
-    return {
-        (row["round"], row["case"], row["devices"], row["peer"]): row["tokens_per_second"]
-        for row in rows
-        if "refused" not in row
-    }
-
-
-def ratio(found: Speeds, over: tuple[str, int, str], under: tuple[str, int, str]) -> float | None:
-    """Return the median over the rounds of the ratio of two runs; None without a round that has both."""
-    ratios = [
-        speed / found[(r, *under)] for (r, *run), speed in found.items() if tuple(run) == over and (r, *under) in found
-    ]
-    return statistics.median(ratios) if ratios else None
-
-
-def table(rows: list[Row]) -> str:
-    """Return the report: a table for each number of devices."""
-    found, text = speeds(rows), ""
-    for devices in sorted({row["devices"] for row in rows}):
-        text += (
-            f"\n{devices} GPU{'s' * (devices > 1)}:\n\n"
-            "| layout | run | tokens/s | per GPU | peak GiB | of its ideal | stoker is faster by |\n"
-            "|---|---|---|---|---|---|---|\n"
-        )
-        for case in CASES:
-            for name in contenders(case, devices):
-                text += _line(found, rows, case, devices, name)
-    return text
-
-
-def _line(found: Speeds, rows: list[Row], case: str, devices: int, name: str) -> str:
-    own = [row for row in rows if (row["case"], row["devices"], row["peer"]) == (case, devices, name)]
-    start = f"| {CASES[case].title} | {TITLES[name]} | "
-    ran = [row for row in own if "refused" not in row]
-    if not ran:
-        return f"{start}{own[-1]['refused'] if own else 'not run'} | | | | |\n"
-    speed = statistics.median(row["tokens_per_second"] for row in ran)
-    peak = statistics.median(row["peak_gib"] for row in ran)
-    contender = "stoker" if name in STOKER else name
-    of_single = ratio(found, (case, devices, name), (CASES[case].base, 1, contender))
-    ideal = f"{of_single / devices:.3f}" if of_single and devices > 1 else ""
-    by = ratio(found, (case, devices, "stoker"), (case, devices, name)) if name in PEERS else None
-    faster = f"{by:.3f} x" if by else ""
-    return f"{start}{speed:,.0f} | {speed / devices:,.0f} | {peak:.1f} | {ideal} | {faster} |\n"
-
-
-def section(rows: list[Row]) -> str:
-    """Return the section of docs/benchmarks.md."""
-    ran = [row for row in rows if "refused" not in row]
-    versions = {package: row[package] for row in ran for package in ("torchtitan", "megatron-core") if package in row}
-    peers = "".join(f", {package} {version}" for package, version in versions.items())
-    rounds = max(row["round"] for row in ran)
-    return f"""{HEADING}
-
-`experiment=llama_1b_bench` and `experiment=moe_bench`; contenders alternate. The ideal is the speed of the same
-contender on one GPU times their number. 131,072 tokens are one sequence, with full recompute, whole on one GPU.
-
-```
-{COMMAND}
-```
-
-{environment_line(ran)}{peers}; {rounds} rounds.
-{table(rows)}
-![Speed by number of GPUs](parallel.svg)
-
-Rows: [results/parallel.jsonl](results/parallel.jsonl).
-
-"""
-
-
-def write(rows: list[Row], page: Path, picture: Path) -> None:
-    """Put the section of these rows into the page, where it was or before `## Preprocessing`, and draw the picture."""
-    text, new = page.read_text(), section(rows)
-    old = re.search(rf"^{re.escape(HEADING)}\n.*?(?=^## )", text, re.MULTILINE | re.DOTALL)
-    start, end = old.span() if old else (text.index("## Preprocessing"),) * 2
-    page.write_text(text[:start] + new + text[end:])
-    draw(rows, picture)
-
-
-def draw(rows: list[Row], picture: Path) -> None:
-    """Draw speed over one GPU by number of GPUs, one panel a case."""
-    import matplotlib as mpl
-
-    mpl.use("svg")
-    mpl.rcParams["svg.hashsalt"] = "stoker"  # the same file for the same figures
-    from matplotlib import pyplot as plt
-
-    found = speeds(rows)
-    names = ("fsdp", "strong", "tp", "moe", "moe_ep", "cp_p2p")
-    figure: Any
-    panels: Any
-    figure, panels = plt.subplots(2, 3, figsize=(10, 6), sharex=True, sharey=True)
-    counts = sorted({row["devices"] for row in rows})
-    for panel, case in zip(panels.flat, names, strict=True):
-        panel.plot(counts, counts, color="gray", linewidth=1, linestyle="--", label="ideal")
-        for name in ("stoker", *PEERS):
-            base = (CASES[case].base, 1, name)
-            points = [(count, ratio(found, (case, count, name), base)) for count in counts if count > 1]
-            points = [(1, 1.0), *[(count, value) for count, value in points if value is not None]]
-            if len(points) > 1:
-                panel.plot(*zip(*points, strict=True), marker="o", label=TITLES[name])
-        panel.set_title(CASES[case].title, fontsize=8)
-    for panel in panels[-1]:
-        panel.set_xlabel("GPUs")
-    for panel in panels[:, 0]:
-        panel.set_ylabel("speed over own single GPU")
-    panels[0, 0].legend(fontsize=7)
-    figure.tight_layout()
-    figure.savefig(picture, metadata={"Date": None})
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--devices", nargs="+", type=int, help="numbers of GPUs; default 1 2 4, 2 with --dry-run")
@@ -412,7 +294,6 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="rounds that the results shall have; 0 measures nothing")
     parser.add_argument("--seconds", type=float, help="time limit; runs that would exceed it are left out")
     parser.add_argument("--results", type=Path, default=DOCS / "results" / "parallel.jsonl", help="file to append to")
-    parser.add_argument("--write", action="store_true", help="render all rows into docs/benchmarks.md")
     parser.add_argument("--dry-run", action="store_true", help="try the cases of stoker on the CPU, without results")
     parser.add_argument("--one", choices=list(TITLES), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -426,11 +307,7 @@ def main() -> None:
         return
     if arguments.rounds:
         run_rounds(arguments)
-    rows = read_rows(arguments.results)
-    if any("refused" not in row for row in rows):
-        print(section(rows))
-        if arguments.write:
-            write(rows, DOCS / "benchmarks.md", DOCS / "parallel.svg")
+    print_tables(["parallel"], arguments.results)
 
 
 if __name__ == "__main__":

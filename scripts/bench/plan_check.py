@@ -1,7 +1,6 @@
 """Compare the plan with the CUDA allocator on random runs, each of a few steps in its own process.
 
     python scripts/bench/plan_check.py [--seed 1] [--runs 20] [--together 4] [--seconds 500] [--results FILE.jsonl]
-        [--report FILE.md]
     python scripts/bench/plan_check.py --meta [--device h100]
     python scripts/bench/plan_check.py --layouts [NAME ...] [--dry-run] [--seconds 340] [--results FILE.jsonl]
 
@@ -34,9 +33,9 @@ from rounds import (
     Row,
     append_row,
     deadline,
-    environment_line,
     machine,
     print_row,
+    print_tables,
     read_rows,
     run_in_process,
     used_cuda_graph,
@@ -291,29 +290,6 @@ def error(row: Row) -> float:
     return row["planned"] / row["allocated"] - 1
 
 
-def table(rows: list[Row]) -> str:
-    """Return the report: each run, then mean and worst error."""
-    ran = [row for row in rows if "refused" not in row]
-    if not ran:
-        return "nothing ran\n"
-    lines = [
-        f"{environment_line(ran)}; seed {ran[0]['seed']}.",
-        "",
-        "| run | planned GiB | allocated GiB | error | reserved GiB | recorded | planned ms | ms | peak at |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
-    for row in ran:
-        sizes = (row[key] / GIB for key in ("planned", "allocated", "reserved"))
-        planned, allocated, reserved = (f"{size:.2f}" for size in sizes)
-        times = (f"{1e3 * row[key]:.0f}" if row[key] else "" for key in ("planned_seconds", "seconds"))
-        columns = [planned, allocated, f"{100 * error(row):+.1f} %", reserved, "yes" if row["recorded"] else "no"]
-        lines.append(f"| {' | '.join([row['name'], *columns, *times, row['peak_at']])} |")
-    errors = [abs(error(row)) for row in ran]
-    lines += ["", f"Mean error {100 * sum(errors) / len(errors):.1f} %, worst {100 * max(errors):.1f} %."]
-    lines += [f"{row['name']}: {row['refused']}." for row in rows if "refused" in row]
-    return "\n".join(lines) + "\n"
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=1)
@@ -323,7 +299,6 @@ def main() -> None:
     )
     parser.add_argument("--seconds", type=float, help="time limit; runs that would exceed it are left out")
     parser.add_argument("--results", type=Path, help="default plan_check.jsonl, plan_layouts.jsonl with --layouts")
-    parser.add_argument("--report", type=Path)
     parser.add_argument("--meta", action="store_true", help="only print the sampled runs and their plans")
     parser.add_argument("--device", default="h100", help="GPU for --meta")
     parser.add_argument(
@@ -348,7 +323,8 @@ def main() -> None:
             print(f"{number}: {sampled.name}: {plan.allocated / GIB:.1f} GiB at {plan.memory.peak.where}, {time}")
         return
     until, results = deadline(arguments.seconds), arguments.results or Path("plan_check.jsonl")
-    _show(table(check(arguments.seed, arguments.runs, arguments.together, results, until)), arguments.report)
+    check(arguments.seed, arguments.runs, arguments.together, results, until)
+    print_tables(["plan_check"], results)
 
 
 def check_layouts(arguments: argparse.Namespace) -> None:
@@ -357,22 +333,16 @@ def check_layouts(arguments: argparse.Namespace) -> None:
     Raises:
         SystemExit: a layout is not known, or failed in a dry run.
     """
-    from plan_layouts import LAYOUTS, layouts_table, measure_layouts
+    from plan_layouts import LAYOUTS, measure_layouts
 
     names, results = arguments.layouts or list(LAYOUTS), arguments.results or Path("plan_layouts.jsonl")
     if unknown := [name for name in names if name not in LAYOUTS]:
         raise SystemExit(f"--layouts {', '.join(unknown)}: choose of {', '.join(LAYOUTS)}")
     failed = measure_layouts(names, results, arguments.seconds, dry=arguments.dry_run)
     if not arguments.dry_run:
-        _show(layouts_table(read_rows(results)), arguments.report)
+        print_tables(["plan_layouts"], results)
     elif failed:
         raise SystemExit(f"{len(failed)} failed: {'; '.join(failed)}")
-
-
-def _show(report: str, path: Path | None) -> None:
-    print(report)
-    if path:
-        path.write_text(report)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import pytorch_lightning as pl
 import torch
-from rounds import Row, append_row, deadline, environment_line, machine, read_rows, used_cuda_graph
+from rounds import Row, append_row, deadline, machine, read_rows, used_cuda_graph
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "helpers"))
 from gpu_ranks import Job, train_each
@@ -267,19 +267,19 @@ def _row(job: Job) -> Row:
     }
 
 
-def _by_rank(row: Row) -> list[tuple[Row, Row]]:
+def by_rank(row: Row) -> list[tuple[Row, Row]]:
     """Return the planned and the measured memory of each rank: those of a pipeline stage are neighbours."""
     planned, measured = row["planned"], row["measured"]
     return [(planned[number * len(planned) // len(measured)], each) for number, each in enumerate(measured)]
 
 
-def _time_error(row: Row) -> float:
+def time_error(row: Row) -> float:
     return row["planned_seconds"] / row["seconds"] - 1
 
 
-def _memory_error(row: Row) -> float:
+def memory_error(row: Row) -> float:
     """Return the relative error of the planned peak of the rank for which it is largest."""
-    errors = [planned["allocated"] / measured["allocated"] - 1 for planned, measured in _by_rank(row)]
+    errors = [planned["allocated"] / measured["allocated"] - 1 for planned, measured in by_rank(row)]
     return max(errors, key=abs)
 
 
@@ -287,30 +287,5 @@ def _line(row: Row) -> str:
     times = f"{1e3 * row['planned_seconds']:.1f} ms planned, {1e3 * row['seconds']:.1f} measured"
     if "allocated" not in row["measured"][0]:
         return times
-    sizes = ", ".join(f"{p['allocated'] / GIB:.2f} / {m['allocated'] / GIB:.2f}" for p, m in _by_rank(row))
-    return f"{times} ({_time_error(row):+.1%}); GiB of each rank {sizes} ({_memory_error(row):+.1%})"
-
-
-def layouts_table(rows: list[Row]) -> str:
-    """Return the report: each layout, then the mean errors."""
-    ran = [row for row in rows if "refused" not in row]
-    if not ran:
-        return "nothing ran\n"
-    lines = [
-        f"{environment_line(ran)}.",
-        "",
-        "| layout | planned ms | ms | error | planned GiB | GiB | error | planned GiB used | GiB used |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
-    for row in ran:
-        planned, measured = max(_by_rank(row), key=lambda both: both[1]["allocated"])
-        sizes = [f"{each[key] / GIB:.2f}" for key in ("allocated", "used") for each in (planned, measured)]
-        sizes.insert(2, f"{100 * _memory_error(row):+.1f} %")
-        times = [f"{1e3 * row[key]:.1f}" for key in ("planned_seconds", "seconds")]
-        lines.append(f"| {' | '.join([row['layout'], *times, f'{100 * _time_error(row):+.1f} %', *sizes])} |")
-    for what, error in (("time", _time_error), ("memory", _memory_error)):
-        errors = [abs(error(row)) for row in ran]
-        mean, worst = 100 * statistics.mean(errors), 100 * max(errors)
-        lines += ["", f"Mean error of {what} {mean:.1f} %, worst {worst:.1f} %, of {len(ran)} layouts."]
-    lines += [f"{row['layout']}: {row['refused']}." for row in rows if "refused" in row]
-    return "\n".join(lines) + "\n"
+    sizes = ", ".join(f"{p['allocated'] / GIB:.2f} / {m['allocated'] / GIB:.2f}" for p, m in by_rank(row))
+    return f"{times} ({time_error(row):+.1%}); GiB of each rank {sizes} ({memory_error(row):+.1%})"

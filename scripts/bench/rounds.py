@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,7 +26,7 @@ import torch
 from torch.multiprocessing.spawn import ProcessRaisedException
 
 STOKER = "stoker"
-PACKAGES = ("transformers", "peft", "liger_kernel")
+PACKAGES = ("transformers", "peft", "liger_kernel", "torchtitan", "megatron-core")
 """Packages whose versions are recorded in a row if the run imported them."""
 Row = dict[str, Any]
 
@@ -207,36 +207,12 @@ def failures(rows: Iterable[Row]) -> dict[str, str]:
     return {row["peer"]: row["refused"] for row in rows if row["peer"] not in ran}
 
 
-def table(rows: list[Row], titles: Mapping[str, str], tokens: int, base: str = STOKER) -> str:
-    """Return the report: contenders from fastest to slowest, with speed ratios to `base` taken within each round."""
-    refused = failures(rows)
-    rows = [row for row in rows if "refused" not in row]
-    rounds = sorted({row["round"] for row in rows})
-    speed = {(row["round"], row["peer"]): row["tokens_per_second"] for row in rows}
-    names = {row["peer"] for row in rows}
-    median = {n: statistics.median(speed[r, n] for r in rounds if (r, n) in speed) for n in names}
-    lines = [
-        f"{environment_line(rows)}; {len(rounds)} rounds.",
-        "",
-        "| run | tokens/s | ms/step | peak GiB | `stoker train` is faster by |",
-        "|---|---|---|---|---|",
-    ]
-    for name in sorted(names, key=lambda n: -median[n]):
-        ratios = [speed[r, base] / speed[r, name] for r in rounds if {(r, base), (r, name)} <= set(speed)]
-        ratio = f"{statistics.median(ratios):.3f} x" if ratios and name != base else ""
-        peak = statistics.median(row["peak_gib"] for row in rows if row["peer"] == name)
-        milliseconds = 1e3 * tokens / median[name]
-        lines.append(f"| {titles[name]} | {median[name]:,.0f} | {milliseconds:.1f} | {peak:.1f} | {ratio} |")
-    lines += [f"| {titles[name]} | {reason} | | | |" for name, reason in refused.items()]
-    return "\n".join(lines) + "\n"
-
-
 def environment_line(rows: list[Row]) -> str:
     """Return the line above a table: GPU, versions and date."""
     if not rows:
         return "Nothing ran"
-    newest = rows[-1]
-    versions = {name: newest[key] for name, key in (("torch", "torch"), ("cuDNN", "cudnn"), ("triton", "triton"))}
+    newest, names = rows[-1], {"torch": "torch", "cudnn": "cuDNN", "triton": "triton", "nccl": "NCCL"}
+    versions = {name: newest[key] for key, name in names.items() if key in newest}
     versions |= {package: row[package] for row in rows for package in PACKAGES if package in row}
     text = ", ".join(f"{name.replace('_kernel', '')} {version}" for name, version in versions.items())
     return f"Device: {newest['device']}; {text}; {newest['date']}"
@@ -252,7 +228,7 @@ def run_benchmark(
     description: str | None,
     names: Iterable[str],
     measure: Callable[[str, Any], Row],
-    report: Callable[[Any, list[Row]], str],
+    tables: Callable[[Any], Iterable[str]],
     *,
     option: str | None = None,
     cases: Sequence[Any] = ("",),
@@ -265,7 +241,7 @@ def run_benchmark(
         description: text of `--help`.
         names: contenders.
         measure: runs a contender for a case in this process.
-        report: markdown of a case from its rows.
+        tables: names of the tables of a case in `report.py`.
         option: option that selects cases, such as `--batch`; also a column of the rows. None for one case.
         cases: cases by default; if they are strings, no others are allowed.
         chosen: contenders of a case, if not all have all.
@@ -279,20 +255,24 @@ def run_benchmark(
     parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="NAME", help=", ".join(names))
     parser.add_argument("--seconds", type=float, help="time limit; runs that would exceed it are left out")
     parser.add_argument("--results", type=Path, default=Path(f"{Path(script).stem}.jsonl"), help="file to append to")
-    parser.add_argument("--report", type=Path, help="file for the tables, as markdown")
     parser.add_argument("--one", choices=names, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     selected = arguments.cases if option else cases
     if arguments.one:
         print_row(arguments.one, lambda: measure(arguments.one, selected[0]))
         return
-    text, until = "", deadline(arguments.seconds)
+    until = deadline(arguments.seconds)
     for case in selected:
         more = [option, str(case)] if option else []
         marks = {option.strip("-").replace("-", "_"): case} if option else {}
         runs = [name for name in (chosen(case) if chosen else names) if name in arguments.only]
-        rows = run_rounds(script, more, runs, arguments.results, arguments.rounds, until, **marks)
-        text += report(case, rows)
-    print(text)
-    if arguments.report:
-        arguments.report.write_text(text)
+        run_rounds(script, more, runs, arguments.results, arguments.rounds, until, **marks)
+        print_tables(tables(case), arguments.results)
+
+
+def print_tables(names: Iterable[str], results: Path) -> None:
+    """Print tables of `report.py`, from a file of results."""
+    from report import text_of  # which imports the benchmarks
+
+    for name in names:
+        print(text_of(name, results))

@@ -1,7 +1,7 @@
 """Training-step benchmark of T5: `experiment=t5_bench` (v1.1 base) and transformers; see `rounds.py` for the method.
 
     python scripts/bench/t5_step.py [--shape short long] [--rounds 3] [--only stoker hf_eager ...] [--seconds 500]
-        [--results FILE.jsonl] [--report FILE.md]
+        [--results FILE.jsonl]
 
 `short`: 512 tokens for the encoder and 114 for the decoder, micro batch 64; `long`: 2048 and 512, micro batch 16.
 Tokens are counted for encoder and decoder together. No padding, no dropout, AdamW, clipping to 1.0.
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from rounds import Length, Row, result, run_benchmark, stoker_result, table, time_windows
+from rounds import Length, Row, result, run_benchmark, stoker_result, time_windows
 from torch import nn
 
 
@@ -108,11 +108,5 @@ def measure(name: str, case: str) -> Row:
     return result(name, time_windows(PEERS[name][1](shape), LENGTH), shape.tokens)
 
 
-def report(name: str, rows: list[Row]) -> str:
-    shape = SHAPES[name]
-    title = f"T5 v1.1 base, {shape.encoder} / {shape.decoder}, micro batch {shape.micro_batch}"
-    return f"{title}. {table(rows, TITLES, shape.tokens)}\n"
-
-
 if __name__ == "__main__":
-    run_benchmark(__file__, __doc__, TITLES, measure, report, option="--shape", cases=list(SHAPES))
+    run_benchmark(__file__, __doc__, TITLES, measure, lambda case: [f"t5_{case}"], option="--shape", cases=list(SHAPES))

@@ -1,7 +1,7 @@
 """Training-step benchmark of `experiment=llama_1b_bench` and its peers; see `rounds.py` for the method.
 
 python scripts/bench/training_step.py [--rounds 3] [--only stoker hf ...] [--seconds 500]
-    [--results FILE.jsonl] [--report FILE.md]
+    [--results FILE.jsonl]
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import torch
 from peers import PEERS, Shape, Step
-from rounds import Length, Row, result, run_benchmark, stoker_result, table, time_windows
+from rounds import Length, Row, result, run_benchmark, stoker_result, time_windows
 
 OVERRIDES = ["experiment=llama_1b_bench"]
 TITLES = {
@@ -84,4 +84,4 @@ def measure(name: str, _: str) -> Row:
 
 
 if __name__ == "__main__":
-    run_benchmark(__file__, __doc__, TITLES, measure, lambda _, rows: table(rows, TITLES, TOKENS))
+    run_benchmark(__file__, __doc__, TITLES, measure, lambda _: ["training_step"])

@@ -14,7 +14,13 @@ from hypothesis import strategies as st
 from tiers import looped
 
 from stoker.kernels.attention.backend_support import BACKENDS, BACKENDS_BY_NAME
-from stoker.kernels.attention.call_spec import AttentionCall, Bias, InstalledSoftware
+from stoker.kernels.attention.call_spec import (
+    AttentionCall,
+    Bias,
+    InstalledSoftware,
+    MeasuredCall,
+    MeasuredTimes,
+)
 from stoker.kernels.attention.dispatch import NoBackendError, format_selections, preference_order, select_backend
 from stoker.kernels.attention.flags import AttentionFlags
 
@@ -601,6 +607,95 @@ def test_flags_and_keys_only_remove(call: AttentionCall, switch: bool | None, fl
     assert flags.flash >= ("flash" in families)
     assert flags.fused >= ("fused" in families)
     assert flags.unfused >= ("unfused" in families)
+
+
+# ---------------------------------------------------------------- measured times
+
+
+def measured(
+    times: dict[str, float], installed: InstalledSoftware = FULL, call: AttentionCall = HOPPER
+) -> InstalledSoftware:
+    """Return software with the times of one call, half of each forward."""
+    one = MeasuredCall(call=call, milliseconds={name: (time / 2, time / 2) for name, time in times.items()})
+    return dataclasses.replace(installed, measured=MeasuredTimes(source="T of D", calls=(one,)))
+
+
+def test_the_fastest_of_the_first_family_by_the_table() -> None:
+    card = measured({"sdpa_cudnn": 3.0, "te_fused": 2.0, "triton": 1.0, "sdpa_flash": 0.9, "te_flash": 1.2})
+    assert chosen(HOPPER, FULL) == "sdpa_cudnn"
+    decision = select_backend(HOPPER, flags=ON, installed=card)
+    reasons = {row.backend: row.reason for row in decision.rows}
+    assert decision.backend == "te_fused", "flash would be faster, and is not the first family"
+    assert reasons["te_fused"].endswith(
+        "; by T of D, head width 128, group size 4, 4096 tokens, causal: sdpa_cudnn takes 1.50 times as long)"
+    )
+    assert reasons["sdpa_cudnn"] == "can run"
+    assert chosen(HOPPER, card, flags=AttentionFlags(fused=False)) == "sdpa_flash"
+    assert chosen(HOPPER, card, attention_backend="flash") == "sdpa_flash"
+    assert chosen(HOPPER, card, attention_backend="triton") == "triton"
+    assert chosen(HOPPER, card, transformer_engine=False) == "sdpa_cudnn"
+    assert chosen(HOPPER, measured({"sdpa_cudnn": 2.03, "te_fused": 2.0})) == "sdpa_cudnn", "within the margin"
+    assert chosen(HOPPER, measured({"te_fused": 2.0})) == "sdpa_cudnn", "it has no time of the first one"
+    forward = {"sdpa_cudnn": (1.0, 9.0), "te_fused": (2.0, 2.0)}
+    one = MeasuredCall(call=HOPPER, milliseconds=forward)
+    card = dataclasses.replace(FULL, measured=MeasuredTimes(source="T", calls=(one,)))
+    assert chosen(HOPPER, card) == "te_fused"
+    assert chosen(dataclasses.replace(HOPPER, training=False), card) == "sdpa_cudnn", "only the forward pass counts"
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"head_dim": 64}, "not measured with head_dim 64"),
+        ({"causal": False}, "not measured with causal False"),
+        ({"queries": 2000, "keys": 2000}, "no measured length is near"),
+        ({"any_length": True}, "not measured with any_length True"),
+        ({"dropout": 0.1}, "not measured with dropout 0.1"),
+        ({"deterministic": True}, "not measured with deterministic True"),
+        ({"queries": 512}, "not measured with other queries than keys"),
+        ({"bias": "dense"}, "not measured with bias dense"),
+    ],
+)
+def test_calls_that_no_measured_one_stands_for(changes: dict[str, Any], why: str) -> None:
+    call, card = dataclasses.replace(HOPPER, **changes), measured({"sdpa_cudnn": 3.0, "te_fused": 2.0})
+    assert chosen(call, card) == chosen(call, FULL)
+    row = next(row for row in select_backend(call, flags=ON, installed=card).rows if row.reason.startswith("chosen"))
+    assert f"T of D decides nothing here: {why}" in row.reason
+
+
+def test_nearest_measured_call() -> None:
+    def sized(tokens: int, groups: int) -> AttentionCall:
+        return dataclasses.replace(HOPPER, queries=tokens, keys=tokens, groups=groups)
+
+    sizes = [(1024, 4), (4096, 4), (4096, 16), (16384, 4)]
+    calls = tuple(MeasuredCall(call=sized(*each), milliseconds={}) for each in sizes)
+    times = MeasuredTimes(source="T", calls=calls)
+    assert times.nearest(sized(1500, 4))[0] == calls[0]
+    assert times.nearest(sized(3000, 4))[0] == calls[1]
+    assert times.nearest(sized(3000, 8))[0] in calls[1:3]
+    assert times.nearest(sized(3000, 16))[0] == calls[2]
+    assert times.nearest(sized(1 << 20, 4))[0] == calls[3], "rates no longer change beyond the longest"
+    assert times.nearest(sized(500, 4))[0] is None
+    split = dataclasses.replace(sized(4096, 4), dtype="fp16", training=False, split=True, batch=1)
+    assert times.nearest(split)[0] == calls[1]
+    assert calls[1].flops == 14 * 128 * 4 * 16 * 4096**2 / 2
+
+
+def test_speed_is_not_bought_with_memory() -> None:
+    call = dataclasses.replace(HOPPER, bias="distance_with_gradient", reach=128, groups=16)
+    card = measured({"triton": 2.0, "sdpa_efficient": 1.0}, call=call)
+    assert chosen(call, card) == "triton", "the others expand the bias over queries and keys"
+
+
+@given(call=CALLS, flags=st.builds(AttentionFlags, flash=st.booleans(), fused=st.booleans()), data=st.data())
+def test_times_never_change_the_family(call: AttentionCall, flags: AttentionFlags, data: st.DataObject) -> None:
+    times = {row.name: data.draw(st.floats(0.1, 9)) for row in BACKENDS}
+    card = measured(times, call=call)
+    before = select_backend(call, flags=flags, installed=FULL)
+    after = select_backend(call, flags=flags, installed=card)
+    assert BACKENDS_BY_NAME[after.backend].family == BACKENDS_BY_NAME[before.backend].family
+    assert [row.accepted for row in after.rows] == [row.accepted for row in before.rows]
+    assert after == select_backend(call, flags=flags, installed=card)
 
 
 def test_dispatch_imports_no_torch() -> None:

@@ -38,6 +38,7 @@ from ...models.moe.moe_layer import find_moe_layers
 from ...models.parallel.partition import names_elsewhere
 from ...models.peft.added_parameters import peft_parameter_names
 from ...models.peft.apply import trainable_parameters
+from ..device.bench_table import BenchTable
 from ..optim.base_optimizer import Optimizer
 from ..optim.loss_scale import LossScaleState
 from ..utils.errors import UserError
@@ -103,6 +104,8 @@ class RunState(ConfigBlock):
     """Keys of `model.data` that define how samples are built; empty in checkpoints of older versions."""
     base: BaseRecord | None = None
     """Base weights of an adapter; None for a whole model, or if the base was randomly initialized."""
+    attention_times: BenchTable | None = None
+    """Measured times that the attention backends were chosen by; None if they were not."""
     versions: dict[str, str]
     """Versions of stoker, torch and Python."""
 

@@ -70,6 +70,7 @@ VERBS = {
     ),
     "preprocess": Verb("tokenize text, JSON lines or tables", accepts_imports=True),
     "quickstart": Verb("train a small GPT on this machine in about a minute"),
+    "bench": Verb("measure attention backends and rates of this machine, by which runs and plans choose"),
     "doctor": Verb("check this machine: packages, devices, memory"),
 }
 
@@ -210,6 +211,8 @@ def _verb_functions(
             from . import preprocess as module
         case "quickstart":
             from . import quickstart as module
+        case "bench":
+            from . import bench as module
         case _:
             from . import doctor as module
     return module.add_arguments, module.run

@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--network",
         type=float,
         metavar="GB/S",
-        help="bandwidth of each GPU to other machines, instead of that of hardware.yaml",
+        help="bandwidth of each GPU to other machines, instead of the measured one or that of hardware.yaml",
     )
     parser.add_argument(
         "--timeline",
@@ -152,6 +152,8 @@ def _notes(keys: TrainerBlock, device: str | None, target: Target, offloaded: Se
 
     from ..core.run_summary import no_effect_on_host
 
+    if target.ignored_bench:
+        yield target.ignored_bench
     accelerator, nodes = keys.accelerator, keys.num_nodes
     if target.gpu is None:
         return

@@ -28,6 +28,7 @@ from ..conversion.finetune_defaults import SHAPES
 from ..conversion.pretrained import PretrainedWeights
 from ..conversion.warm_start import TRAINING_ONLY_KEYS, function_mismatch_warnings, load_checkpoint_config
 from ..data.build_datasets import Data
+from ..device.bench_table import BenchTable
 from ..optim.optimizer_factory import recorded_settings
 from ..utils.environment import user_path
 from ..utils.errors import EXIT_IO, UserError
@@ -92,7 +93,9 @@ def find_resume_checkpoint(keys: ExpManagerBlock, directory: RunDirectory) -> tu
     return None, lines
 
 
-def initial_run_state(run: ResolvedRun, data: Data, base: BaseRecord | None = None) -> RunState:
+def initial_run_state(
+    run: ResolvedRun, data: Data, base: BaseRecord | None = None, attention_times: BenchTable | None = None
+) -> RunState:
     """Return the state of a run at step 0, as recorded in its checkpoints; `base` is None for full training."""
     model, form = run.model, run.batch_spec
     return RunState(
@@ -116,6 +119,7 @@ def initial_run_state(run: ResolvedRun, data: Data, base: BaseRecord | None = No
             "dataset_type": run.data.task.name,
         },
         base=base,
+        attention_times=attention_times,
         versions=main_versions(),
     )
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import torch
 
 from ...kernels.attention.backend_support import BACKENDS_BY_NAME
+from ...kernels.attention.call_spec import MeasuredTimes
 from ...kernels.attention.dispatch import BackendSelection
 from ...kernels.attention.installed_software import detect_installed_software
 from ...kernels.fp8.te_linear import check_transformer_engine
@@ -14,18 +16,26 @@ from ...models.build import ALL_CALL_KINDS, TORCH_DTYPES, ModelPlan, call_contex
 from ...models.config.families import family_slice, keys_by_stack
 from ...models.dispatch.attention_calls import CallKind
 from ...models.tensor_parallel import rank_slice
+from ..checkpoint.reader import Checkpoint
 from ..config.resolved_run import DataSpec, ResolvedRun
 from ..config.run_config import DEFAULT_ORIGIN, RunConfig
 from ..config.schema.exp_manager import ExpManagerBlock
 from ..config.schema.trainer_and_data import DataBlock
 from ..data.build_datasets import Data
 from ..data.subsets import validation_subset
+from ..device.bench_table import FoundTable, card_name, find_table, parse_table
 from ..device.determinism import attention_flags
+from ..distributed.process_group import DistributedContext
 from ..utils.errors import UserError
 
 
-def choose_attention(run: ResolvedRun, device: torch.device) -> ModelPlan:
+def choose_attention(run: ResolvedRun, device: torch.device, times: MeasuredTimes | None = None) -> ModelPlan:
     """Choose the attention backends of a run and decide on compilation, before anything is built or written.
+
+    Args:
+        run: the run.
+        device: device of this process.
+        times: measured times of its card, which decide within a family; None leaves the order of the dispatcher.
 
     Raises:
         UserError: no attention backend is available, `model.compile` is not supported, the model cannot be split over
@@ -33,7 +43,7 @@ def choose_attention(run: ResolvedRun, device: torch.device) -> ModelPlan:
     """
     try:
         flags = attention_flags(run.trainer.deterministic)
-        software = detect_installed_software(device.type)
+        software = replace(detect_installed_software(device.type), measured=times)
         plan = plan_model(
             rank_slice(run.family, run.mesh.tensor),
             run.batch_spec,
@@ -54,6 +64,39 @@ def choose_attention(run: ResolvedRun, device: torch.device) -> ModelPlan:
     return plan
 
 
+def find_run_table(device: torch.device, ranks: DistributedContext) -> FoundTable:
+    """Return what `stoker bench` has measured on this rank's card, in the file that rank 0 reads; a collective."""
+    card, software, shared = card_name(device), detect_installed_software(device.type), ["", "", ""]
+    with ranks.raise_on_all_ranks():
+        if ranks.is_rank_zero:
+            found = find_table(card, software)
+            shared = ["" if found.table is None else found.table.model_dump_json(), found.file, found.ignored]
+    text, file, ignored = json.loads(ranks.broadcast_text(json.dumps(shared)))
+    return parse_table(text, file, card, software) if text else FoundTable(ignored=ignored)
+
+
+def recorded_table(checkpoint: Checkpoint, found: FoundTable, device: torch.device) -> FoundTable:
+    """Return the table of a resumed run: the one its checkpoint records, on the same card; else what was found."""
+    table = checkpoint.state.attention_times
+    if table is None:
+        return FoundTable()
+    why = table.why_ignored(card_name(device), detect_installed_software(device.type))
+    return (
+        found._replace(ignored=f"times of attention in {checkpoint.path.name} are ignored: {why}")
+        if why
+        else (FoundTable(table, f"the table in {checkpoint.path.name}"))
+    )
+
+
+def attention_changes(before: ModelPlan, after: ModelPlan) -> list[str]:
+    """Return one text for each kind of call whose attention backend differs."""
+    return [
+        f"{label} {decision.backend} instead of {before.decisions[label].backend}"
+        for label, decision in after.decisions.items()
+        if decision.backend != before.decisions[label].backend
+    ]
+
+
 def call_kinds(run: ResolvedRun) -> tuple[CallKind, ...]:
     """Return the kinds of call that the model of a run is built for.
 
@@ -67,7 +110,9 @@ def attention_warnings(model_plan: ModelPlan) -> list[str]:
     return list(dict.fromkeys(chosen.warning for chosen in model_plan.decisions.values() if chosen.warning))
 
 
-def check_default_dropout(config: RunConfig, run: ResolvedRun, device: torch.device, plan: ModelPlan) -> list[str]:
+def check_default_dropout(
+    config: RunConfig, run: ResolvedRun, device: torch.device, plan: ModelPlan, times: MeasuredTimes | None = None
+) -> list[str]:
     """Return a warning if the default `attention_dropout` alone leaves training with unfused attention."""
     defaults = {
         at.rstrip("."): stack.attention_dropout
@@ -83,7 +128,7 @@ def check_default_dropout(config: RunConfig, run: ResolvedRun, device: torch.dev
     changes = {stack: getattr(run.model, stack).model_copy(update=without) for stack in defaults if stack} or without
     model = run.model.model_copy(update=changes)
     family = family_slice(model, vocab_size=run.data.vocab_size or 1, batch_spec=run.batch_spec)
-    other = choose_attention(replace(run, model=model, family=family), device).decisions
+    other = choose_attention(replace(run, model=model, family=family), device, times).decisions
     faster = sorted({other[label].backend for label in unfused if not _is_unfused(other[label])})
     if not faster:
         return []

@@ -23,6 +23,7 @@ from ..config.resolved_run import ResolvedRun, resolve_run
 from ..config.run_config import RunConfig
 from ..config.schema.root import RootBlock
 from ..data.build_datasets import Data, build_data
+from ..device.bench_table import BenchTable
 from ..device.choose_device import choose_device, compute_capability
 from ..device.cuda_graph_support import uses_cuda_graph
 from ..device.determinism import deterministic_algorithms
@@ -44,7 +45,16 @@ from .debug_runs import fast_dev_run, overfit_batches
 from .rank_checks import check_same_data, check_same_setup, check_shared_directory, mark_shared_directory
 from .report_writer import RunReport
 from .resume import find_resume_checkpoint
-from .run_checks import attention_warnings, check_default_dropout, check_metrics, check_splits, choose_attention
+from .run_checks import (
+    attention_changes,
+    attention_warnings,
+    check_default_dropout,
+    check_metrics,
+    check_splits,
+    choose_attention,
+    find_run_table,
+    recorded_table,
+)
 from .run_length import resolve_run_length
 
 
@@ -71,6 +81,7 @@ class RunContext:
         callbacks: Lightning callbacks of the user.
         loggers: Lightning loggers of the user.
         report: the report of the run; disabled on all ranks but the first.
+        attention_times: measured times that the attention backends were chosen by; None if they were not.
     """
 
     config: RunConfig
@@ -91,6 +102,7 @@ class RunContext:
     callbacks: UserCallbacks
     loggers: list[Logger]
     report: RunReport
+    attention_times: BenchTable | None = None
 
     @property
     def first_step(self) -> int:
@@ -131,7 +143,8 @@ def open_run(
     with ExitStack() as stack:
         stack.enter_context(deterministic_algorithms(resolved.trainer.deterministic))
         stack.enter_context(report_out_of_memory(root, device))
-        model_plan = choose_attention(resolved, device)
+        table = find_run_table(device, ranks)
+        model_plan = choose_attention(resolved, device, table.times)
         check_memory(resolved, device, model_plan)
         graphs = uses_cuda_graph(resolved, device, model_plan.decisions)
         stop = stack.enter_context(StopHandler(resolved.trainer.max_time, resolved.exp_manager.max_time_per_run))
@@ -142,18 +155,30 @@ def open_run(
         resolved = replace(resolved, mesh=layout)
         warnings = [
             *attention_warnings(model_plan),
-            *check_default_dropout(config, resolved, device, model_plan),
+            *check_default_dropout(config, resolved, device, model_plan, table.times),
             *check_metrics(resolved.exp_manager, data),
             *check_splits(resolved.data, data),
             *filter(None, [no_overlap]),
         ]
         directory, resumed, lines = _open_directory_and_checkpoint(config, ranks, stack)
+        if resumed is not None:  # keeps its kernels, whatever has been measured since
+            kept = recorded_table(resumed, table, device)
+            fresh, model_plan = model_plan, choose_attention(resolved, device, kept.times)
+            if changes := attention_changes(fresh, model_plan):
+                check_memory(resolved, device, model_plan)
+                graphs = uses_cuda_graph(resolved, device, model_plan.decisions)
+                by = f" by {table.source}" if table.table else ""
+                lines.append(f"attention stays as before {resumed.path.name}: {', '.join(changes)}{by}")
+            table = kept
+        lines += filter(None, [table.ignored])
         logger = stack.enter_context(_open_logger(config, resolved, ranks, directory, resumed))
         for own in own_loggers if ranks.is_rank_zero else ():
             logger.add(type(own).__name__, UserLogger(own, config.document))
         for line in [f"run directory {directory.path}", *lines, *(f"warning: {text}" for text in warnings)]:
             logger.log(line)
-        plan = make_plan(resolved, local_target(resolved, device), vocab_size=data.vocab_size, model_plan=model_plan)
+        plan = make_plan(
+            resolved, local_target(resolved, device, table), vocab_size=data.vocab_size, model_plan=model_plan
+        )
         for line in summary_lines(plan):
             logger.log(line)
         events = RunEvents(directory.path if ranks.is_rank_zero else None)
@@ -180,6 +205,8 @@ def open_run(
             callbacks=users,
             loggers=own_loggers,
             report=report,
+            attention_times=table.table
+            and table.table.recorded({each.call.head_dim for each in model_plan.decisions.values()}),
         )
 
 

@@ -72,7 +72,7 @@ def build_training_state(run: RunContext) -> TrainingState:
     """
     resolved, resumed = run.resolved, run.resumed
     base = find_configured_pretrained(resolved.model.restore_from_path)
-    start = initial_run_state(resolved, run.data, _base_record(run, base))
+    start = initial_run_state(resolved, run.data, _base_record(run, base), run.attention_times)
     data_parallel = build_data_parallel(resolved, run.device, run.mesh)
     model = build_model(resolved, run.data.vocab_size, run.device, run.model_plan, data_parallel, run.mesh)
     with run.ranks.raise_on_all_ranks():

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from ..config.resolved_run import ResolvedRun, resolve_run
 from ..config.schema.root import RootBlock
 from ..device.attention_software import assumed_software, run_flags
+from ..device.bench_table import FoundTable, card_name, find_table
 from ..utils.errors import UserError
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ class AttentionReport:
 
     Attributes:
         where: the device and the software that they are chosen for.
-        flags: notes on the environment variables and keys that restrict the choice.
+        flags: notes on the environment variables and keys that restrict the choice, and on a table that is ignored.
         choices: one for each kind of call.
     """
 
@@ -85,20 +86,23 @@ def explain_attention(root: RootBlock, arch: str | None = None) -> AttentionRepo
         UserError: there is no such device, or the ranks cannot share the model so.
     """
     if arch is None:
-        device, capability, software, where = this_machine(root.trainer)
+        device, capability, software, where, card = this_machine(root.trainer)
+        found = find_table(card, software, root.env_vars)
+        software = replace(software, measured=found.times)
     else:
-        capability = ARCHITECTURES[arch]
+        capability, found = ARCHITECTURES[arch], FoundTable()
         device = "cpu" if capability is None else "cuda"
         software = assumed_software(root.model, device)
         where = f"for {arch}, assuming {_describe_software(software)}"
     run = resolve_run(root, capability=capability)
     flags = run_flags(run)
+    notes = (*flags.notes(), *filter(None, [found.ignored]))
     software = replace(software, deterministic_algorithms=bool(run.trainer.deterministic))
-    return AttentionReport(where, tuple(flags.notes()), tuple(_choices(run, flags, software, device, capability)))
+    return AttentionReport(where, notes, tuple(_choices(run, flags, software, device, capability)))
 
 
-def this_machine(keys: TrainerBlock) -> tuple[str, tuple[int, int] | None, InstalledSoftware, str]:
-    """Return device type, compute capability, installed software and a description of it."""
+def this_machine(keys: TrainerBlock) -> tuple[str, tuple[int, int] | None, InstalledSoftware, str, str]:
+    """Return device type, compute capability, installed software, a description of it, and the name of the card."""
     from ...kernels.attention.installed_software import detect_installed_software
     from ..device.choose_device import choose_device, compute_capability
 
@@ -107,7 +111,8 @@ def this_machine(keys: TrainerBlock) -> tuple[str, tuple[int, int] | None, Insta
     except UserError as error:
         raise UserError([*error.lines, "    --arch explains for a device that is not present"]) from None
     software = detect_installed_software(device.type)
-    return device.type, compute_capability(device), software, f"on this machine, with {_describe_software(software)}"
+    where = f"on this machine, with {_describe_software(software)}"
+    return device.type, compute_capability(device), software, where, card_name(device)
 
 
 def _describe_software(software: InstalledSoftware) -> str:

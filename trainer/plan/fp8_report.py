@@ -83,7 +83,7 @@ def explain_fp8(root: RootBlock, arch: str | None = None) -> Fp8Report:
     from ...models.config.fp8 import check_fp8
 
     if arch is None:
-        device, capability, _, _ = this_machine(root.trainer)
+        device, capability, *_ = this_machine(root.trainer)
         where = "on this machine"
     else:
         capability = ARCHITECTURES[arch]

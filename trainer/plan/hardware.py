@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import re
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from ..config.yaml_reader import read_yaml
+from ..device.bench_table import MatmulRate, Rates
 
 GIB = 2**30
 _DATA: dict[str, Any] = read_yaml(Path(__file__).with_name("hardware.yaml")).tree
@@ -28,6 +31,8 @@ class GPUSpec:
         peer_link: bytes/s to the other GPUs of its machine, as reached by NCCL collectives.
         network: bytes/s to GPUs of other machines, as reached by NCCL collectives.
         measured: the efficiencies were measured on this GPU; otherwise they are those of the H100.
+        efficiency: efficiencies by their name in hardware.yaml.
+        bench: file and date of the user's own measurements that rates and efficiencies were adjusted to; else empty.
     """
 
     name: str
@@ -38,6 +43,8 @@ class GPUSpec:
     peer_link: float
     network: float
     measured: bool = False
+    efficiency: Mapping[str, float] = field(default_factory=lambda: EFFICIENCY, repr=False, hash=False)
+    bench: str = ""
 
     @property
     def peak(self) -> float | None:
@@ -52,7 +59,7 @@ class GPUSpec:
     @property
     def pointwise_bandwidth(self) -> float:
         """Bytes/s that pointwise kernels reach."""
-        return self.bandwidth * EFFICIENCY["bandwidth"]
+        return self.bandwidth * self.efficiency["bandwidth"]
 
 
 def _gpu(entry: dict[str, Any]) -> GPUSpec:
@@ -110,6 +117,41 @@ def match_gpu(driver_name: str, memory: int, capability: tuple[int, int]) -> GPU
         similar = [*candidates, _TABLE[DEFAULT_GPU]][0]
     measured = similar.measured and similar.name == driver_name
     return replace(similar, name=driver_name, memory=memory, capability=capability, measured=measured)
+
+
+def adjust_to_measured(gpu: GPUSpec, rates: Rates, source: str) -> GPUSpec:
+    """Return a GPU with the rates that `stoker bench` measured on it.
+
+    Links are as measured. Efficiencies hold for whole training steps: they are those of the H100, multiplied by what
+    was measured here relative to what the same functions measure on that H100 (`bench` in hardware.yaml).
+    """
+    here, there = rates, Rates.model_validate_json(json.dumps(_DATA["bench"]))
+    adjusted = dict(EFFICIENCY)
+    most, reference = max(here.matmul, key=_tokens), max(there.matmul, key=_tokens)
+    if gpu.peak is not None:
+        peak_there = _TABLE[DEFAULT_GPU].peak or gpu.peak
+        adjusted["matmul"] *= most.matmul / reference.matmul * peak_there / gpu.peak
+    adjusted["bandwidth"] *= here.memory / there.memory * _TABLE[DEFAULT_GPU].bandwidth / gpu.bandwidth
+    if most.fp8 is not None and reference.fp8 is not None:
+        adjusted["fp8_speed"] *= (most.fp8 / most.matmul) / (reference.fp8 / reference.matmul)
+    adjusted["half_speed_tokens"] *= _half_speed_tokens(here) / _half_speed_tokens(there)
+    for name in ("host_seconds_compiled", "host_seconds_eager"):
+        adjusted[name] *= here.launch / there.launch
+    links = {name: rate for name in ("host_link", "peer_link", "network") if (rate := getattr(here, name)) is not None}
+    return replace(
+        gpu, measured=True, efficiency=adjusted, bench=source, **{name: 1e9 * rate for name, rate in links.items()}
+    )
+
+
+def _half_speed_tokens(rates: Rates) -> float:
+    """Return the tokens h at which matmuls have half their speed, if it is proportional to n / (n + h) of n tokens."""
+    few, many = min(rates.matmul, key=_tokens), max(rates.matmul, key=_tokens)
+    slope = few.matmul / many.matmul
+    return max(1.0, few.tokens * many.tokens * (1 - slope) / max(1.0, slope * many.tokens - few.tokens))
+
+
+def _tokens(rate: MatmulRate) -> int:
+    return rate.tokens
 
 
 def _bytes(text: str) -> int | None:

@@ -27,7 +27,7 @@ def planned_target(
     Args:
         root: the configuration.
         device: the GPU, as of `stoker plan --device`; None: this machine's, or the default one.
-        network: GB/s of each GPU to other machines; None: that of hardware.yaml.
+        network: GB/s of each GPU to other machines; None: as measured, or that of hardware.yaml.
 
     Raises:
         UserError: there is no such GPU in hardware.yaml.
@@ -37,14 +37,17 @@ def planned_target(
     if device is None and torch.cuda.is_available() and trainer.accelerator in ("auto", "gpu", "cuda"):
         local = torch.device("cuda", 0)
         run = resolve_run(root, world_size=processes, capability=compute_capability(local))
-        return run, local_target(run, local)
-    try:
-        gpu = parse_gpu(DEFAULT_GPU if device is None else device)
-        gpu = gpu if network is None else replace(gpu, network=network * 1e9)
-    except ValueError as error:
-        raise UserError(str(error)) from None
-    run = resolve_run(root, world_size=processes, capability=gpu.capability)
-    return run, gpu_target(run, gpu)
+        target = local_target(run, local)
+    else:
+        try:
+            gpu = parse_gpu(DEFAULT_GPU if device is None else device)
+        except ValueError as error:
+            raise UserError(str(error)) from None
+        run = resolve_run(root, world_size=processes, capability=gpu.capability)
+        target = gpu_target(run, gpu)
+    if network is not None and target.gpu is not None:
+        target = replace(target, gpu=replace(target.gpu, network=network * 1e9))
+    return run, target
 
 
 def known_vocabulary(spec: DataSpec) -> tuple[int | None, str]:

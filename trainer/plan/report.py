@@ -149,9 +149,13 @@ def report_lines(plan: Plan, changes: Sequence[Change], given: CurrentOverrides 
         if plan.fits is False and not any(change.plan.fits for change in changes):
             yield "  no single change is enough; `stoker plan --fit` with the same keys searches combinations"
     gpu = plan.inputs.target.gpu
-    if gpu is not None and not gpu.measured and plan.time is not None:
+    if gpu is not None and plan.time is not None and (gpu.bench or not gpu.measured):
         yield ""
-        yield "the efficiencies of this GPU are not measured; those of the H100 are used"
+        yield (
+            f"rates as `stoker bench` measured them: {gpu.bench}"
+            if gpu.bench
+            else "the efficiencies of this GPU are not measured; those of the H100 are used"
+        )
 
 
 def _run_lines(plan: Plan) -> Iterator[str]:
@@ -371,6 +375,8 @@ def _device(plan: Plan) -> str:
 
 def _not_measured(plan: Plan) -> str:
     gpu = plan.inputs.target.gpu
+    if gpu is not None and gpu.bench:
+        return f" (rates of {gpu.bench})"
     return "" if gpu is None or gpu.measured else " (efficiencies of this GPU not measured)"
 
 
@@ -389,6 +395,7 @@ def plan_document(plan: Plan, changes: Sequence[Change], given: CurrentOverrides
             "name": target.name,
             "memory": plan.available,
             "measured": target.gpu.measured if target.gpu else False,
+            "bench": target.gpu.bench if target.gpu else "",
         },
         "parameters": plan.num_parameters,
         "active_parameters": plan.num_active_parameters,

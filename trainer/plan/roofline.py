@@ -68,10 +68,9 @@ class Work:
             moved=self.moved * number,
         )
 
-    @property
-    def dense_equivalent(self) -> float:
-        """FLOPs of dense matmuls in 16 bits that take the same time."""
-        saved = self.fp8 * (1 - 1 / EFFICIENCY["fp8_speed"])
+    def dense_equivalent(self, fp8_speed: float) -> float:
+        """FLOPs of dense matmuls in 16 bits that take the same time, with fp8 so much faster than these."""
+        saved = self.fp8 * (1 - 1 / fp8_speed)
         return self.matmul + self.grouped * (1 / EFFICIENCY["grouped_gemm"] - 1) - saved
 
 
@@ -276,16 +275,20 @@ def _ema_seconds(run: RunInputs, memory: MemoryPlan, gpu: GPUSpec) -> float:
 
 @dataclass(frozen=True, slots=True)
 class _Speeds:
-    """FLOP/s of matmuls and of attention, and bytes/s of pointwise kernels."""
+    """FLOP/s of matmuls and of attention, bytes/s of pointwise kernels, and the speed of fp8 relative to 16 bits."""
 
     matmul: float
     attention: float
     pointwise: float
+    fp8: float
+
+    def matmul_seconds(self, work: Work) -> float:
+        """Seconds of the matmuls of `work`."""
+        return work.dense_equivalent(self.fp8) / self.matmul
 
     def seconds(self, work: Work) -> float:
         """Seconds of `work`."""
-        moving = work.moved / self.pointwise
-        return work.dense_equivalent / self.matmul + work.attention / self.attention + moving
+        return self.matmul_seconds(work) + work.attention / self.attention + work.moved / self.pointwise
 
     def forward_and_backward(self, layer: LayerInStack, *, frozen: bool) -> tuple[float, float]:
         """Seconds of the forward pass of a layer, and of its backward pass with recomputation."""
@@ -360,9 +363,10 @@ def rank_time(run: RunInputs, memory: MemoryPlan, gpu: GPUSpec) -> RankTime:
     """Estimate the time of a step on one rank."""
     assert gpu.peak is not None
     speeds = _Speeds(
-        matmul=gpu.peak * EFFICIENCY["matmul"] * _matmul_efficiency(run),
-        attention=gpu.peak * _attention_efficiency(run) * EFFICIENCY["attention"],
+        matmul=gpu.peak * gpu.efficiency["matmul"] * _matmul_efficiency(run, gpu),
+        attention=_attention_speed(run, gpu.peak),
         pointwise=gpu.pointwise_bandwidth,
+        fp8=gpu.efficiency["fp8_speed"],
     )
     micro, model_work, recompute, all_recomputed = run.micro_batches, Work(), Work(), run.with_all_recomputed
     seconds: list[tuple[float, list[float]]] = []
@@ -380,13 +384,13 @@ def rank_time(run: RunInputs, memory: MemoryPlan, gpu: GPUSpec) -> RankTime:
         each = [speeds.seconds(all_again if number in whole else again) for number in range(micro)]
         seconds.append((speeds.seconds(own), each))
     parts = {
-        "matrix products": micro * model_work.dense_equivalent / speeds.matmul,
+        "matrix products": micro * speeds.matmul_seconds(model_work),
         "attention": micro * model_work.attention / speeds.attention,
         "pointwise": micro * model_work.moved / speeds.pointwise,
         "recomputed": speeds.seconds(recompute),
     }
     launches = sum(EFFICIENCY["host_cross_attention"] if layer.stack.cross else 1.0 for layer in memory.layers)
-    parts |= _launching(run, micro * len(memory.layers), micro * launches, computing=sum(parts.values()))
+    parts |= _launching(run, gpu, micro * len(memory.layers), micro * launches, computing=sum(parts.values()))
     parts["copies not hidden"] = micro * offload_stall_seconds(
         memory.layers, lambda layer: speeds.forward_and_backward(layer, frozen=run.is_frozen), gpu.host_link
     )
@@ -395,7 +399,7 @@ def rank_time(run: RunInputs, memory: MemoryPlan, gpu: GPUSpec) -> RankTime:
         memory.layers,
         gpu,
         micro_batch_seconds=speeds.seconds(model_work),
-        matmul_seconds=micro * model_work.dense_equivalent / speeds.matmul,
+        matmul_seconds=micro * speeds.matmul_seconds(model_work),
         attention_seconds=parts["attention"],
     )
     replicated = run.layout is None or (run.layout.replicates_weights and not run.layout.shards_gradients)
@@ -424,7 +428,7 @@ def rank_time(run: RunInputs, memory: MemoryPlan, gpu: GPUSpec) -> RankTime:
     )
 
 
-def _launching(run: RunInputs, layers: int, launches: float, *, computing: float) -> dict[str, float]:
+def _launching(run: RunInputs, gpu: GPUSpec, layers: int, launches: float, *, computing: float) -> dict[str, float]:
     """Seconds by which launching the kernels of `layers` layers exceeds computing, on the GPU and on the host, which
     needs the time of `launches` layers without cross-attention.
     """
@@ -433,29 +437,35 @@ def _launching(run: RunInputs, layers: int, launches: float, *, computing: float
     if not run.uses_cuda_graph:
         # that of a layer without compilation is the mean of layers with and without cross-attention
         host = (
-            launches * EFFICIENCY["host_seconds_compiled"]
+            launches * gpu.efficiency["host_seconds_compiled"]
             if run.compiled
-            else layers * EFFICIENCY["host_seconds_eager"]
+            else layers * gpu.efficiency["host_seconds_eager"]
         )
         waiting = max(0.0, host - computing - starting)
     return {"starting kernels": starting, "waiting for the host": waiting}
 
 
-def _attention_efficiency(run: RunInputs) -> float:
-    """Speed of the chosen attention backend, relative to the GPU's best one on long sequences."""
+def _attention_speed(run: RunInputs, peak: float) -> float:
+    """FLOP/s of the chosen attention backend: as measured on this card for the nearest shape, if it is known; else a
+    fraction of the peak, by backend, head width and length.
+    """
+    times, decision = run.target.software.measured, run.stacks[-1].attention
+    near = times.nearest(decision.call)[0] if times is not None else None
+    if near is not None and (milliseconds := near.time(decision.backend, training=True)) is not None:
+        return EFFICIENCY["attention_in_step"] * near.flops / milliseconds * 1e3
     slow = ("sdpa_flash", "sdpa_efficient", "flash_attn")
     capability, last = run.target.capability or (0, 0), run.stacks[-1]
     speed = EFFICIENCY["flash2_on_hopper"] if capability >= (9, 0) and last.attention.backend in slow else 1.0
     speed *= EFFICIENCY["narrow_heads"] if last.stack.attention.head_dim <= _NARROW_HEAD_DIM else 1.0
     keys = max(stack.length for stack in run.stacks)
-    return speed * keys / (keys + EFFICIENCY["half_speed_keys"])
+    return peak * EFFICIENCY["attention"] * speed * keys / (keys + EFFICIENCY["half_speed_keys"])
 
 
-def _matmul_efficiency(run: RunInputs) -> float:
+def _matmul_efficiency(run: RunInputs, gpu: GPUSpec) -> float:
     """Speed of matmuls of this micro batch, relative to the measured one."""
 
     def speed(tokens: float) -> float:
-        return tokens / (tokens + EFFICIENCY["half_speed_tokens"])
+        return tokens / (tokens + gpu.efficiency["half_speed_tokens"])
 
     whole = speed(max(stack.tokens for stack in run.stacks)) / speed(EFFICIENCY["measured_tokens"])
     if not run.tensor_parallel:

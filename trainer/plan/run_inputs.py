@@ -51,10 +51,11 @@ class Target:
         capability: CUDA compute capability; None on other devices.
         gpu: GPU; None without one.
         memory: device memory in bytes; None for a CPU or if unknown.
-        software: installed, or assumed, packages.
+        software: installed, or assumed, packages, with the measured times of attention.
         flags: attention flags from environment variables.
         host_memory: host memory per process in bytes; None if unknown.
         peer_access: the GPUs of a machine read each other's memory; None if unknown.
+        ignored_bench: one line about a file of `stoker bench` that does not hold here; else empty.
     """
 
     device: str
@@ -65,6 +66,7 @@ class Target:
     flags: AttentionFlags
     host_memory: int | None = None
     peer_access: bool | None = None
+    ignored_bench: str = ""
 
     @property
     def name(self) -> str:

@@ -19,10 +19,11 @@ from ...models.recompute.analysis import ineffective_recompute_messages, memory_
 from ..checkpoint.run_environment import device_name
 from ..config.resolved_run import ResolvedRun
 from ..device.attention_software import assumed_software, run_flags
+from ..device.bench_table import FoundTable, card_name, find_table
 from ..device.choose_device import compute_capability
 from ..device.determinism import attention_flags
 from ..utils.host_memory import host_memory
-from .hardware import EFFICIENCY, GPUSpec, match_gpu
+from .hardware import EFFICIENCY, GPUSpec, adjust_to_measured, match_gpu
 from .roofline import StepTime, step_time
 from .run_inputs import RunInputs, Target, collect_inputs, pipeline_ranks
 from .state_memory import CUDA_CONTEXT_BYTES
@@ -200,23 +201,26 @@ def offload_recompute(run: RunInputs) -> tuple[frozenset[RecomputeModule], ...]:
     return recomputed_for_offload(run.family, run.decisions, run.peft, compiled=run.compiled)
 
 
-def local_target(run: ResolvedRun, device: torch.device) -> Target:
-    """Return the target for a device of this machine."""
-    host = host_memory()
+def local_target(run: ResolvedRun, device: torch.device, found: FoundTable | None = None) -> Target:
+    """Return the target for a device of this machine, with its measurements; None looks for them."""
+    software, host = detect_installed_software(device.type), host_memory()
+    if found is None:
+        found = find_table(card_name(device), software, run.env_vars)
     gpu: GPUSpec | None = None
     capability, memory = compute_capability(device), None
     if capability is not None:
         memory = torch.cuda.get_device_properties(device).total_memory
-        gpu = match_gpu(device_name(device), memory, capability)
+        gpu = _with_rates(match_gpu(device_name(device), memory, capability), found)
     return Target(
         device=device.type,
         capability=capability,
         gpu=gpu,
         memory=memory,
-        software=_with_determinism(run, detect_installed_software(device.type)),
+        software=_of_run(run, software, found),
         flags=attention_flags(run.trainer.deterministic),
         host_memory=None if host is None else host // run.ranks_per_node,
         peer_access=None if capability is None else _peer_access(run.ranks_per_node),
+        ignored_bench=found.ignored,
     )
 
 
@@ -230,15 +234,23 @@ def _peer_access(devices: int) -> bool | None:
 
 def gpu_target(run: ResolvedRun, gpu: GPUSpec) -> Target:
     """Return the target for a GPU that need not be installed, with this machine's software as if it were."""
+    software = assumed_software(run.model, "cuda")
+    found = find_table(gpu.name, software, run.env_vars)
     return Target(
         device="cuda",
         capability=gpu.capability,
-        gpu=gpu,
+        gpu=_with_rates(gpu, found),
         memory=gpu.memory,
-        software=_with_determinism(run, assumed_software(run.model, "cuda")),
+        software=_of_run(run, software, found),
         flags=run_flags(run),
+        ignored_bench=found.ignored,
     )
 
 
-def _with_determinism(run: ResolvedRun, software: InstalledSoftware) -> InstalledSoftware:
-    return replace(software, deterministic_algorithms=bool(run.trainer.deterministic))
+def _of_run(run: ResolvedRun, software: InstalledSoftware, found: FoundTable) -> InstalledSoftware:
+    return replace(software, deterministic_algorithms=bool(run.trainer.deterministic), measured=found.times)
+
+
+def _with_rates(gpu: GPUSpec, found: FoundTable) -> GPUSpec:
+    rates = found.table and found.table.rates
+    return gpu if rates is None else adjust_to_measured(gpu, rates, found.source)

@@ -12,6 +12,8 @@ from .errors import UserError
 
 CONFIG_FOLDERS_VARIABLE = "STOKER_CONF"
 """Folders of configuration files, separated like PATH, searched after `--config-dir` and `./conf`."""
+BENCH_VARIABLE = "STOKER_BENCH"
+"""File that `stoker bench` has written, or `none`."""
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 """Variables with settings of torch's device memory allocator."""
 
@@ -28,6 +30,11 @@ def config_folders(environ: Mapping[str, str]) -> list[Path]:
         for part in environ.get(CONFIG_FOLDERS_VARIABLE, "").split(os.pathsep)
         if part
     ]
+
+
+def bench_folder(environ: Mapping[str, str]) -> Path:
+    """Return the folder of the files of `stoker bench` in the user's configuration folder."""
+    return Path(environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "stoker" / "bench"
 
 
 def user_path(text: str, source: str) -> Path:
