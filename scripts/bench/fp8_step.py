@@ -1,7 +1,7 @@
 """Training steps in fp8 beside bf16 and torchtitan's fp8; see `rounds.py` for the method.
 
     python scripts/bench/fp8_step.py [--model gpt moe] [--rounds 3] [--only stoker torchtitan_fp8 ...] [--seconds 500]
-        [--results FILE.jsonl] [--report FILE.md]
+        [--results FILE.jsonl]
 
 `gpt` is `experiment=llama_1b_bench`, `moe` is `experiment=moe_bench`. torchtitan (`parallel_peers.py`) has linears of
 torchao with tensorwise scales, compiled layers and pure bf16 weights and moments; stoker keeps both in fp32 unless the
@@ -10,9 +10,11 @@ name says pure. Heads are in bf16 in all.
 
 from __future__ import annotations
 
+import statistics
+
 from parallel import CASES
 from parallel_peers import run_peer
-from rounds import Length, Row, machine, run_benchmark, stoker_result, table
+from rounds import Length, Row, machine, run_benchmark, stoker_result
 
 FP8 = ["model.fp8=true"]
 PURE = ["trainer.precision=bf16-true"]
@@ -36,7 +38,7 @@ def measure(name: str, model: str) -> Row:
     if name in RUNS:
         return stoker_result(name, [f"experiment={case.work.experiment}", *RUNS[name][1]], LENGTH, tokens)
     found = run_peer(name, case, 1)
-    speed = tokens / sorted(found["seconds"])[len(found["seconds"]) // 2]
+    speed = tokens / statistics.median(found["seconds"])
     return {"peer": name, **found, "tokens_per_second": speed, **machine()}
 
 
@@ -45,10 +47,14 @@ def contenders(model: str) -> list[str]:
     return [name for name in TITLES if model == "gpt" or name not in PEERS]
 
 
-def report(model: str, rows: list[Row]) -> str:
-    """Return the table of a model."""
-    return f"\n{MODELS[model].work.experiment}\n\n" + table(rows, TITLES, MODELS[model].tokens_per_step(1))
-
-
 if __name__ == "__main__":
-    run_benchmark(__file__, __doc__, TITLES, measure, report, option="--model", cases=list(MODELS), chosen=contenders)
+    run_benchmark(
+        __file__,
+        __doc__,
+        TITLES,
+        measure,
+        lambda model: [f"fp8_step_{model}"],
+        option="--model",
+        cases=list(MODELS),
+        chosen=contenders,
+    )

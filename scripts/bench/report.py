@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import fp8_step
 import generate
 import loop_overhead
 import lora_step
@@ -123,6 +124,15 @@ TABLES: dict[str, Table] = {
         for name, shape in t5_step.SHAPES.items()
     },
     "moe_step": Table("moe_step.jsonl", runs(moe_step.TITLES, base="stoker_bf16"), overrides=["experiment=moe_bench"]),
+    **{
+        f"fp8_step_{model}": Table(
+            "fp8_step.jsonl",
+            runs(fp8_step.TITLES),
+            lambda row, model=model: row["model"] == model,
+            [f"experiment={case.work.experiment}"],
+        )
+        for model, case in fp8_step.MODELS.items()
+    },
     "moe_layer": Table("moe_layer.jsonl", EXPERTS, lambda row: row["section"] == "layer"),
     "moe_matmul": Table("moe_layer.jsonl", MATMULS, lambda row: row["section"] == "matmul"),
     **{
