@@ -19,7 +19,7 @@ from ..launch import triton_runs_on
 from .cast_kernels import triton_amax, triton_cast
 from .operands import DTYPES, Quantized, QuantizedPair, Source, empty_cast, padding, source_shape
 from .recipe import MAX_VALUE, Format, Fp8Recipe, Granularity
-from .reference import produce, reference_amax, reference_cast
+from .reference import produce, reference_amax, reference_cast, row_dots
 
 Reduce = Callable[[Tensor], Tensor]
 """Elementwise maximum over ranks of int32 tensors: the bits of amaxes, whose order is theirs, with NaN the largest."""
@@ -54,7 +54,7 @@ def _eager_amax(values: Tensor, granularity: str, rows: bool, columns: bool) -> 
 def _(
     tensors: list[Tensor], producer: str, activation: str, granularity: str, rows: bool, columns: bool
 ) -> tuple[Tensor, Tensor]:
-    height, width = source_shape(producer, tensors[0])
+    height, width = source_shape(producer, tensors)
     sizes = (1, 0) if granularity == "tensor" else (height * rows, width * columns)
     first, second = (tensors[0].new_empty(size, dtype=torch.float32) for size in sizes)
     return first, second
@@ -75,10 +75,11 @@ def _cast(
     columns: bool,
     product_amax: Tensor | None = None,
     product_format: str = "",
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return data and scale of the cast of the matrix, then of its transpose; empty where not requested.
 
-    With `product_format`, of `gated_backward`, also of the transpose of act(gate) * up, with this amax.
+    With `product_format`, of a backward, also of the transpose of act(gate) * up, with this amax. Last, of a backward
+    with gates, the sum over each row of the product, without the gate, times its gradient.
     """
     if triton_runs_on(tensors[0]):
         return triton_cast(
@@ -100,7 +101,7 @@ def _cast(
         if len(results):
             matrix = F.pad(matrix, (0, padding(matrix.shape[1], granularity)))
         results += reference_cast(matrix, amax, kind, granularity, margin, power_of_two)  # type: ignore[arg-type]
-    return tuple(results)  # type: ignore[return-value]
+    return *results, row_dots(producer, tensors, activation)  # type: ignore[return-value]
 
 
 @_cast.register_fake
@@ -118,13 +119,16 @@ def _(
     columns: bool,
     product_amax: Tensor | None = None,
     product_format: str = "",
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    height, width = source_shape(producer, tensors[0])
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    height, width = source_shape(producer, tensors)
     padded, like = height + padding(height, granularity), tensors[0]
+    inner = width // 2 if producer == "gated_backward" else width
+    has_dots = producer.endswith("backward") and len(tensors) > 2
     return (
         *empty_cast(like, height, width, format, granularity, rows),
         *empty_cast(like, width, padded, format, granularity, columns),
-        *empty_cast(like, width // 2, padded, product_format or format, granularity, bool(product_format)),
+        *empty_cast(like, inner, padded, product_format or format, granularity, bool(product_format)),
+        like.new_empty(height * has_dots, dtype=torch.promote_types(like.dtype, torch.float32)),
     )
 
 
@@ -203,7 +207,7 @@ def quantize(
     producer, tensors, activation = _parts(source)
     if amax is None:
         amax = amaxes(source, granularity, rows=rows, columns=columns, reduce=reduce)
-    data, scale, transposed, transposed_scale, _, _ = _cast(
+    data, scale, transposed, transposed_scale, *_ = _cast(
         tensors, producer, activation, *amax, format, granularity, margin, power_of_two, rows, columns
     )
     return QuantizedPair(
