@@ -67,8 +67,8 @@ def _produce(
     first_pointer: of gates, gate and up, (rows, 2 width), else (rows, width); of `gather` (tokens, width).
     second_pointer: of a backward, the gradient of the product, (rows, width); of a norm, fp32 (rows,), its inverse root
     mean square or deviation; of `gather` the assignment of each row, int32 (rows,), TOPK of a token.
-    gain_pointer (width,): of a norm. mean_pointer (rows,), fp32, and bias_pointer (width,): of `layer_norm`. With TOPK,
-    of a backward: gain_pointer, factors of gradient and product by assignment, mean_pointer, the assignment of each row.
+    gain_pointer (width,): of a norm. mean_pointer (rows,), fp32, and bias_pointer (width,): of `layer_norm`. Of a
+    backward with TOPK: gain_pointer, factors of gradient and product by assignment; mean_pointer, as of `gather`.
     """
     if PRODUCER == "gather":
         assignment = tl.load(second_pointer + row, mask=row < rows, other=-1)
@@ -117,8 +117,8 @@ def _produce(
 def amax_kernel(
     first_pointer, second_pointer, gain_pointer, mean_pointer, bias_pointer, row_amax_pointer, column_amax_pointer,
     rows, width, row_stride,
-    PRODUCER: tl.constexpr, KIND: tl.constexpr, TOPK: tl.constexpr, PER_ROW: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    PRODUCER: tl.constexpr, KIND: tl.constexpr, TOPK: tl.constexpr, PER_ROW: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Take the maxima of one tile per program into int32 buffers of zeros.
 
@@ -202,8 +202,8 @@ def cast_kernel(
     data_pointer, scale_pointer, transposed_pointer, transposed_scale_pointer,
     product_pointer, product_scale_pointer, dots_pointer, rows, width, padded_rows, row_stride, scale_stride,
     transposed_scale_stride,
-    PRODUCER: tl.constexpr, KIND: tl.constexpr, TOPK: tl.constexpr, GRANULARITY: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    PRODUCT: tl.constexpr, MAX: tl.constexpr, PRODUCT_MAX: tl.constexpr, FACTOR: tl.constexpr,
+    PRODUCER: tl.constexpr, KIND: tl.constexpr, TOPK: tl.constexpr, GRANULARITY: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, PRODUCT: tl.constexpr, MAX: tl.constexpr, PRODUCT_MAX: tl.constexpr, FACTOR: tl.constexpr,
     POWER_OF_TWO: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Cast one tile per program, in the layouts asked for.
@@ -223,6 +223,9 @@ def cast_kernel(
         row_stride, PRODUCER, KIND, TOPK,
     )  # fmt: skip
     gradients: tl.constexpr = PRODUCER == "gated_backward"
+    if TOPK and PRODUCER != "gather":
+        place = row_tile * BLOCK_M + tl.arange(0, BLOCK_M)
+        tl.store(dots_pointer + column_tile.to(tl.int64) * rows + place, tl.sum(dot, axis=1), mask=place < rows)
     whole = 2 * width if gradients else width
     if ROWS:
         _store_cast(
@@ -297,7 +300,7 @@ def cast_block(granularity: str, producer: str) -> dict[str, int]:
 
 
 def _operands(tensors: list[Tensor], producer: str) -> tuple[tuple[Tensor | None, ...], int, int, int]:
-    """Return the five operands of `_produce`, with rows that are contiguous, rows and width of their tiles, and TOPK."""
+    """Return the five operands of `_produce`, with contiguous rows, the rows and width of their tiles, and TOPK."""
     first, *others = tensors
     first = first if first.stride(1) == 1 else first.contiguous()
     height, topk = first.shape[0], 0
