@@ -67,8 +67,8 @@ def _produce(
     first_pointer: of gates, gate and up, (rows, 2 width), else (rows, width); of `gather` (tokens, width).
     second_pointer: of a backward, the gradient of the product, (rows, width); of a norm, fp32 (rows,), its inverse root
     mean square or deviation; of `gather` the assignment of each row, int32 (rows,), TOPK of a token.
-    gain_pointer (width,): of a norm. mean_pointer (rows,), fp32, and bias_pointer (width,): of `layer_norm`. Of a
-    backward with TOPK: gain_pointer, factors of gradient and product by assignment; mean_pointer, as of `gather`.
+    gain_pointer (width,): of a norm. mean_pointer (rows,), fp32, and bias_pointer (width,): of `layer_norm`. Of an
+    activation with TOPK: gain_pointer, factors of product and gradient by assignment; mean_pointer, as of `gather`.
     """
     if PRODUCER == "gather":
         assignment = tl.load(second_pointer + row, mask=row < rows, other=-1)
@@ -90,8 +90,6 @@ def _produce(
         if PRODUCER == "layer_norm":
             value += tl.load(bias_pointer + column, mask=column < width, other=0.0).to(tl.float32)
         value = tl.where(inside, value, 0.0)
-    elif PRODUCER == "activation":
-        value, _ = activation_with_derivative(value, KIND)
     elif PRODUCER != "none" and PRODUCER != "gather":
         active, slope = activation_with_derivative(value, KIND)
         product = active
@@ -99,17 +97,20 @@ def _produce(
             up = tl.load(place + width, mask=inside, other=0.0).to(tl.float32)
             product = active * up
             slope *= up
-        value = product
+        if TOPK:
+            factor = tl.load(gain_pointer + assignment, mask=assignment >= 0, other=0.0).to(tl.float32)
         if PRODUCER == "gated_backward" or PRODUCER == "activation_backward":
             outer = second_pointer + row.to(tl.int64) * width + column
             outer = tl.load(outer, mask=inside, other=0.0).to(tl.float32)
             dot = outer * product
             if TOPK:
-                factor = tl.load(gain_pointer + assignment, mask=assignment >= 0, other=0.0).to(tl.float32)
                 outer *= factor
-                product *= factor
-            value = outer * slope
             second = outer * active
+            value = outer * slope
+        if TOPK:
+            product *= factor
+        if PRODUCER == "activation" or PRODUCER == "gated":
+            value = product
     return value, second, product, dot
 
 
@@ -223,7 +224,7 @@ def cast_kernel(
         row_stride, PRODUCER, KIND, TOPK,
     )  # fmt: skip
     gradients: tl.constexpr = PRODUCER == "gated_backward"
-    if TOPK and PRODUCER != "gather":
+    if TOPK and (gradients or PRODUCER == "activation_backward"):
         place = row_tile * BLOCK_M + tl.arange(0, BLOCK_M)
         tl.store(dots_pointer + column_tile.to(tl.int64) * rows + place, tl.sum(dot, axis=1), mask=place < rows)
     whole = 2 * width if gradients else width
@@ -301,16 +302,20 @@ def cast_block(granularity: str, producer: str) -> dict[str, int]:
 
 def _operands(tensors: list[Tensor], producer: str) -> tuple[tuple[Tensor | None, ...], int, int, int]:
     """Return the five operands of `_produce`, with contiguous rows, the rows and width of their tiles, and TOPK."""
-    first, *others = tensors
+    first = tensors[0]
+    others: list[Tensor | None] = list(tensors[1:])
     first = first if first.stride(1) == 1 else first.contiguous()
     height, topk = first.shape[0], 0
     if producer == "gather":
-        order, places = others
+        _, order, places = tensors
         others, height, topk = [order], order.shape[0], places.shape[1]
-    elif producer.endswith("backward") and len(others) > 1:
-        outer, order, gates = others
-        others, topk = [outer, gates, order], gates.shape[1]
-    second, gain, mean, bias = (*(tensor.contiguous() for tensor in others), *(None,) * (4 - len(others)))
+    elif not producer.endswith("norm") and len(others) > 1:  # of experts
+        order, gates = tensors[-2:]
+        others, topk = [others[0] if producer.endswith("backward") else None, gates, order], gates.shape[1]
+    second, gain, mean, bias = (
+        *(None if tensor is None else tensor.contiguous() for tensor in others),
+        *(None,) * (4 - len(others)),
+    )
     parts = 2 if producer.startswith("gated") else 1
     return (first, second, gain, mean, bias), height, first.shape[1] // parts, topk
 
@@ -372,7 +377,7 @@ def triton_cast(
         column_amax = row_amax
     block = cast_block(granularity, producer)
     grid = (triton.cdiv(padded, block["BLOCK_M"]), triton.cdiv(width, block["BLOCK_N"]))
-    has_dots = topk > 0 and producer != "gather"
+    has_dots = topk > 0 and producer.endswith("backward")
     dots = first.new_empty(grid[1] if has_dots else 0, height, dtype=torch.float32)
     if not padded * width:
         return *results, dots.sum(0)[: height * has_dots]

@@ -50,9 +50,9 @@ class Source(NamedTuple):
         producer: `none`, the tensor (M, K); `gather`, the token of each row, of tokens (T, K), assignments of rows (M,)
             and rows of assignments (T, k), see `moe.assignments`; `activation`, act(x) of (M, K); `gated`, act(gate)
             * up of [gate | up], (M, 2 K); `activation_backward`, the gradient of x, of x (M, K) and the gradient of
-            act(x), (M, K), and of experts also assignments of rows (M,) and gates (T, k), which multiply that
-            gradient; `gated_backward`, likewise the gradient of [gate | up], of [gate | up] (M, K) and the gradient of
-            act(gate) * up, (M, K / 2); `rms_norm`, of its input (M, K), inverse root mean squares (M,), fp32, and gain
+            act(x), (M, K); `gated_backward`, the gradient of [gate | up], of [gate | up] (M, K) and the gradient of
+            act(gate) * up, (M, K / 2); these four, of experts, times the gate of the row: also of assignments of rows
+            (M,) and gates (T, k); `rms_norm`, of its input (M, K), inverse root mean squares (M,), fp32, and gain
             (K,); `layer_norm`, of input, inverse deviations, gain, means (M,), fp32, and bias (K,).
         tensors: these.
         activation: a name in `activations.FUSED_ACTIVATIONS`; "" for `none` and norms.

@@ -9,7 +9,7 @@ of a matrix and of its transpose. Each is the rounded quotient of the values and
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -234,37 +234,56 @@ def transpose(matrix: Quantized) -> Quantized:
     return Quantized(data, scale, matrix.granularity)
 
 
-def quantize_gated_gradient(
+class BackwardCasts(NamedTuple):
+    """What the backward of an activation gives.
+
+    Attributes:
+        gradient: casts of the gradient of [gate | up], (M, 2 f), or of the activation's input, (M, f).
+        product: cast of the transpose of act(gate) * up, (f, M); None if not requested.
+        dots: of experts, the sum over each row of act(gate) * up times its gradient, both without the gate, (M,); else
+            empty.
+    """
+
+    gradient: QuantizedPair
+    product: Quantized | None
+    dots: Tensor
+
+
+def quantize_backward(
     source: Source,
     recipe: Fp8Recipe,
     product_amax: Tensor | None,
     *,
     rows: bool,
     columns: bool,
+    amax: tuple[Tensor, Tensor] | None = None,
     reduce: Reduce | None = None,
-) -> tuple[QuantizedPair, Quantized | None]:
-    """Cast the gradient of [gate | up], and the transpose of act(gate) * up, which the same pass computes.
+) -> BackwardCasts:
+    """Cast the gradient of an activation's input, and the transpose of its result, which the same pass computes.
 
     Args:
-        source: with the producer `gated_backward`.
+        source: with the producer `gated_backward` or `activation_backward`.
         recipe: the gradient has the format `backward`, the product `forward`.
-        product_amax: amax of the product, or for rowwise scales of its columns; None: no cast of it.
+        product_amax: amax of the product, for rowwise scales of its columns, of tiles empty; None: no cast of it.
         rows: cast the gradient.
         columns: cast its transpose.
-        reduce: as in `amaxes`.
+        amax: as in `quantize`.
+        reduce: as in `amaxes`, for an `amax` that is computed.
 
     Returns:
-        Casts of the gradient, (M, 2 f), and of the transposed product, (f, M).
+        The casts; not differentiable.
     """
     granularity = recipe.inputs
-    amax = amaxes(source, granularity, rows=rows, columns=columns, reduce=reduce)
+    if amax is None:
+        amax = amaxes(source, granularity, rows=rows, columns=columns, reduce=reduce)
     kind = "" if product_amax is None else recipe.forward
-    results = _cast(
+    *results, dots = _cast(
         list(source.tensors), source.producer, source.activation, *amax, recipe.backward, granularity,
         recipe.margin, recipe.power_of_two, rows, columns, product_amax, kind,
     )  # fmt: skip
     first, second, third = (Quantized(results[i], results[i + 1], granularity) for i in (0, 2, 4))
-    return QuantizedPair(first if rows else None, second if columns else None), third if kind else None
+    pair = QuantizedPair(first if rows else None, second if columns else None)
+    return BackwardCasts(pair, third if kind else None, dots)
 
 
 def _parts(source: Tensor | Source) -> tuple[Any, list[Tensor], str]:

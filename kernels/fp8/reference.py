@@ -82,9 +82,6 @@ def produce(producer: str, tensors: list[Tensor], activation: str) -> tuple[Tens
         rows = torch.where((order >= 0)[:, None], rows, 0)
         return rows, rows
     dtype = torch.promote_types(tensors[0].dtype, torch.float32)
-    if producer == "activation":
-        active = NONLINEARITIES[activation](tensors[0].to(dtype))
-        return active, active
     if producer in ("rms_norm", "layer_norm"):
         inputs, inverse, gain, *others = (tensor.to(dtype) for tensor in tensors)
         centred = inputs - others[0][:, None] if others else inputs
@@ -93,18 +90,19 @@ def produce(producer: str, tensors: list[Tensor], activation: str) -> tuple[Tens
         return normed, normed
     first, *up = (tensor.to(dtype) for tensor in tensors[0].chunk(2 if producer.startswith("gated") else 1, dim=1))
     active = NONLINEARITIES[activation](first)
-    product = active * up[0] if up else active
-    if producer == "gated":
+    product, factor = active * up[0] if up else active, None
+    if len(tensors) > 2:  # of experts
+        factor = row_gates(*tensors[-2:]).to(dtype)[:, None]
+        product = torch.where(tensors[-2][:, None] >= 0, product * factor, 0)
+    if producer in ("activation", "gated"):
         return product, product
     outer = tensors[1].to(dtype)
-    if len(tensors) > 2:
-        factor = _row_gates(*tensors[2:]).to(dtype)[:, None]
-        outer, product = outer * factor, torch.where(tensors[2][:, None] >= 0, product * factor, 0)
+    outer = outer if factor is None else outer * factor
     parts = (outer * up[0] * slope(first, activation), outer * active) if up else (outer * slope(first, activation),)
     return torch.cat(parts, 1), product
 
 
-def _row_gates(order: Tensor, gates: Tensor) -> Tensor:
+def row_gates(order: Tensor, gates: Tensor) -> Tensor:
     """Return the gate of each row, 0 in an empty row."""
     return torch.where(order >= 0, gates.flatten()[order.clamp(min=0).long()], 0)
 

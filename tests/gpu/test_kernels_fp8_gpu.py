@@ -15,7 +15,7 @@ from stoker.kernels.fp8.cast_kernels import triton_amax, triton_cast
 from stoker.kernels.fp8.gated_mlp import fp8_gated_mlp
 from stoker.kernels.fp8.linear import fp8_linear
 from stoker.kernels.fp8.operands import Quantized, Source, dequantize
-from stoker.kernels.fp8.quantize import _cast, _eager_amax, quantize, quantize_gated_gradient, transpose
+from stoker.kernels.fp8.quantize import _cast, _eager_amax, quantize, quantize_backward, transpose
 from stoker.kernels.fp8.recipe import Format, Fp8Recipe, Granularity, Scaling
 from stoker.kernels.fp8.reference import produce
 from stoker.kernels.fp8.scaled_matmul import scaled_matmul
@@ -193,7 +193,7 @@ def test_the_gradient_of_a_gate_and_the_product_come_from_one_pass() -> None:
     recipe = Fp8Recipe()
     expected = quantize(product, "e4m3", "tensor", rows=False).columns
     amax = _eager_amax(produce("gated", [gate_up], "silu")[0], "tensor", True, True)[0]
-    _, got = quantize_gated_gradient(
+    _, got, _ = quantize_backward(
         Source("gated_backward", (gate_up, outer), "silu"), recipe, amax, rows=True, columns=True
     )
     assert got is not None
