@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ..attention.flash.hopper.persistent_loop import load_tile, make_ring, release, store_tile, wait_full
+from ..attention.flash.hopper.persistent_loop import load_tile, make_ring, store_tile
 
 jit: Any = gluon.jit
 kernel: Any = gluon.jit(do_not_specialize=["height", "width", "depth", "experts"])
@@ -31,7 +31,9 @@ CONSUMERS = 2
 
 
 @jit
-def _num_tiles(count_pointer, height, width, experts, OUTER: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
+def _num_tiles(
+    count_pointer, height, width, experts, OUTER: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+):  # fmt: skip
     """Return the number of tiles of all programs."""
     if OUTER:
         tiles = experts * gl.cdiv(height, BLOCK_M) * gl.cdiv(width, BLOCK_N)
@@ -46,7 +48,7 @@ def _place(
     OUTER: gl.constexpr, STACKED: gl.constexpr, GROUP_M: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
     BLOCK_K: gl.constexpr,
 ):  # fmt: skip
-    """Return of a tile the coordinates in A, B and the result, the row where it stops, steps and expert."""
+    """Return of a tile its place in A (row, column), B and the result, the row where its expert's end, and steps."""
     column_tiles = gl.cdiv(width, BLOCK_N)
     if OUTER:
         row_tiles = gl.cdiv(height, BLOCK_M)
@@ -83,7 +85,7 @@ def _place(
         if STACKED:
             b_row = expert * width + column
             b_column = 0
-    return a_row, a_column, b_row, b_column, out_row, out_stop, column, steps, expert
+    return a_row, a_column, b_row, b_column, out_row, out_stop, column, steps
 
 
 @jit
@@ -99,7 +101,7 @@ def _produce(
     step = 0
     tiles = _num_tiles(count_pointer, height, width, experts, OUTER, BLOCK_M, BLOCK_N)
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        a_row, a_column, b_row, b_column, _, _, _, steps, _ = _place(
+        a_row, a_column, b_row, b_column, _, _, _, steps = _place(
             tile, ends_pointer, experts_pointer, rows_pointer, count_pointer, height, width, depth, experts,
             OUTER, STACKED, GROUP_M, BLOCK_M, BLOCK_N, BLOCK_K,
         )  # fmt: skip
@@ -119,8 +121,8 @@ def _produce(
 
 @jit
 def _store(
-    total, out_descriptor, buffer, a_scale_pointer, b_scale_pointer, row_amax_pointer, a_row, column, b_row, out_row,
-    out_stop,
+    total, out_descriptor, buffer, a_scale_pointer, b_scale_pointer, row_amax_pointer, a_row, b_row, column, width,
+    out_row, out_stop,
     A_SCALES: gl.constexpr, B_SCALES: gl.constexpr, ROW_AMAX: gl.constexpr, BLOCK_N: gl.constexpr, layout: gl.constexpr,
 ):  # fmt: skip
     """Scale 64 rows of the result and store them, unless they are after the expert's."""
@@ -137,13 +139,15 @@ def _store(
             if B_SCALES == "tensor":
                 total = total * gl.load(b_scale_pointer)
             else:
-                total = total * gl.expand_dims(gl.load(b_scale_pointer + b_row + across), 0)
+                b_scale = gl.load(b_scale_pointer + b_row + across, mask=column + across < width, other=0.0)
+                total = total * gl.expand_dims(b_scale, 0)
         value = total.to(out_descriptor.dtype)
         tma.store_wait(0)  # until the last tile has left the buffer
         buffer.store(value)
         fence_async_shared()
         store_tile(out_descriptor, [out_row, column], buffer)
-        if ROW_AMAX:
+        if ROW_AMAX:  # columns beyond the width are other matrices' rows
+            value = gl.where(gl.expand_dims(column + across < width, 0), value, 0.0)
             bits = value.to(gl.float32).to(gl.int32, bitcast=True) & 0x7FFFFFFF
             gl.atomic_max(row_amax_pointer + out_row + row, gl.max(bits, 1), sem="relaxed")
 
@@ -164,7 +168,7 @@ def _consume(
     step = 0
     tiles = _num_tiles(count_pointer, height, width, experts, OUTER, BLOCK_M, BLOCK_N)
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        a_row, _, b_row, _, out_row, out_stop, column, steps, expert = _place(
+        a_row, _, b_row, _, out_row, out_stop, column, steps = _place(
             tile, ends_pointer, experts_pointer, rows_pointer, count_pointer, height, width, depth, experts,
             OUTER, STACKED, GROUP_M, BLOCK_M, BLOCK_N, BLOCK_K,
         )  # fmt: skip
@@ -210,16 +214,15 @@ def _consume(
             if steps > 0:
                 mbarrier.arrive(free.index((step - 1) % STAGES), count=1)
         shift = W * (BLOCK_M // 2)
-        scale_row = expert * width + column
         _store(
             total, out_descriptor, outs.index(W), a_scale_pointer, b_scale_pointer, row_amax_pointer,
-            a_row + shift, column, scale_row, out_row + shift, out_stop,
+            a_row + shift, b_row, column, width, out_row + shift, out_stop,
             A_SCALES, B_SCALES, ROW_AMAX, BLOCK_N, layout,
         )  # fmt: skip
         if CHUNKS == 4:
             _store(
                 second, out_descriptor, outs.index(W), a_scale_pointer, b_scale_pointer, row_amax_pointer,
-                a_row + shift + 64, column, scale_row, out_row + shift + 64, out_stop,
+                a_row + shift + 64, b_row, column, width, out_row + shift + 64, out_stop,
                 A_SCALES, B_SCALES, ROW_AMAX, BLOCK_N, layout,
             )  # fmt: skip
     tma.store_wait(0)

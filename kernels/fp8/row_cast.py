@@ -1,6 +1,8 @@
-"""Cast to fp8 with a scale for each row in one pass: a program holds its row while it finds the maximum.
+"""What experts multiply by between their projections, in fp8 with few passes over memory.
 
-Bytes moved per element of act(gate) * up, in bf16: 4 read and 1 written, where a scale of the whole tensor takes 8 and 1.
+act(gate) * up is cast with a scale for each row, by a program that holds the row while it finds the maximum: in bf16 4
+bytes are read for each element and 1 is written, where the scale of a tensor takes 8 and 1. Its backward is cast with a
+scale that follows from maxima of what it multiplies, which are known before.
 """
 
 from __future__ import annotations
@@ -11,11 +13,11 @@ import torch
 from torch import Tensor
 
 from ..activations import NONLINEARITIES, activation_with_derivative
-from ..launch import jit, next_power_of_2, tl, triton_runs_on
+from ..launch import jit, next_power_of_2, tl, triton, triton_runs_on
 from .cast_kernels import _magnitude, _round_to_fp8, _scale_of
-from .operands import DTYPES, Quantized, Source, source_shape
+from .operands import DTYPES, Quantized, source_shape
 from .recipe import MAX_VALUE, Fp8Recipe
-from .reference import produce, reference_amax, reference_cast, slope
+from .reference import produce, reference_amax, reference_cast, row_gates, slope
 
 _LARGEST_BLOCK = 8192
 
@@ -99,7 +101,8 @@ def _row_cast(
         return data, scale, amax, reference_amax(torch.cat(derivatives, 1), "row")
     source = source.contiguous()
     data = source.new_empty(height, width, dtype=DTYPES[format])  # type: ignore[index]
-    scale, amax, peaks = source.new_empty(3, height, dtype=torch.float32)
+    scale = source.new_empty(height, 1, dtype=torch.float32)
+    amax, peaks = (source.new_empty(height, dtype=torch.float32) for _ in range(2))
     if data.numel():
         block = min(_LARGEST_BLOCK, next_power_of_2(width))
         row_cast_kernel[(height,)](
@@ -108,4 +111,85 @@ def _row_cast(
             FACTOR=2.0**margin, POWER_OF_TWO=power_of_two, ONE_BLOCK=width <= block, BLOCK=block,
             num_warps=8 if block > 2048 else 4, enable_fp_fusion=True,
         )  # fmt: skip
-    return data, scale[:, None].clone(), amax.clone(), peaks.clone()
+    return data, scale, amax, peaks
+
+
+@_row_cast.register_fake
+def _(
+    source: Tensor, producer: str, activation: str, format: str, margin: int, power_of_two: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    height, width = source_shape(producer, [source])
+    amax, peaks = (source.new_empty(height, dtype=torch.float32) for _ in range(2))
+    data = source.new_empty(height, width, dtype=DTYPES[format])  # type: ignore[index]
+    return data, source.new_empty(height, 1, dtype=torch.float32), amax, peaks
+
+
+@jit
+def backward_amax_kernel(
+    gradient_pointer, product_pointer, peaks_pointer, order_pointer, gates_pointer, amax_pointer, rows,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Take the maxima over BLOCK rows per program into amax, int32 bits of zeros, (2,); see `backward_amax`."""
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    assignment = tl.load(order_pointer + row, mask=row < rows, other=-1)
+    used = assignment >= 0
+    gate = tl.load(gates_pointer + assignment, mask=used, other=0.0).to(tl.float32)
+    gradient = gate * tl.load(gradient_pointer + row, mask=used, other=0.0)
+    gradient *= tl.load(peaks_pointer + row, mask=used, other=0.0)
+    product = gate * tl.load(product_pointer + row, mask=used, other=0.0)
+    tl.atomic_max(amax_pointer, tl.max(_magnitude(gradient), axis=0), sem="relaxed")
+    tl.atomic_max(amax_pointer + 1, tl.max(_magnitude(product), axis=0), sem="relaxed")
+
+
+@torch.library.custom_op("stoker::fp8_backward_amax", mutates_args=())
+def _backward_amax(gradient: Tensor, product: Tensor, peaks: Tensor, order: Tensor, gates: Tensor) -> Tensor:
+    if not triton_runs_on(gates):
+        gate = row_gates(order, gates).abs()
+        found = torch.stack((gate * gradient * peaks, gate * product))
+        found = torch.where(order >= 0, found, 0)
+        return (found.amax(1) if order.numel() else found.new_zeros(2)).float()
+    amax = gates.new_zeros(2, dtype=torch.int32)
+    if order.numel():
+        block = 512
+        backward_amax_kernel[(triton.cdiv(order.numel(), block),)](
+            gradient, product, peaks, order, gates.contiguous(), amax, order.numel(), BLOCK=block, num_warps=4,
+            enable_fp_fusion=True,
+        )  # fmt: skip
+    return amax.view(torch.float32)
+
+
+@_backward_amax.register_fake
+def _(gradient: Tensor, product: Tensor, peaks: Tensor, order: Tensor, gates: Tensor) -> Tensor:
+    return gates.new_empty(2, dtype=torch.float32)
+
+
+def cast_activated(projected: Tensor, recipe: Fp8Recipe, activation: str, *, gated: bool) -> RowCast:
+    """Cast act(gate) * up, or act(x), with a scale for each row, whatever the scaling of the recipe.
+
+    Args:
+        projected: [gate | up] (R, 2 f), or x (R, f).
+        recipe: of its format `forward`.
+        activation: a name in `activations.FUSED_ACTIVATIONS`.
+        gated: `projected` is [gate | up].
+    """
+    producer = "gated" if gated else "activation"
+    data, scale, amax, peaks = _row_cast(
+        projected, producer, activation, recipe.forward, recipe.margin, recipe.power_of_two
+    )
+    return RowCast(Quantized(data, scale, "row"), amax, peaks)
+
+
+def backward_amax(gradient: Tensor, product: Tensor, peaks: Tensor, order: Tensor, gates: Tensor) -> Tensor:
+    """Return an upper bound of the amax of the gradient of [gate | up], and the amax of act(gate) * up: (2,), fp32.
+
+    The bound is the largest, over the rows, of the gate times the largest magnitudes of gradient and derivative, whose
+    product is at least that of the elements.
+
+    Args:
+        gradient: largest magnitude of each row of the gradient of act(gate) * up, without the gate, (R,), fp32.
+        product: `amax` of `cast_activated`.
+        peaks: `peaks` of it.
+        order: assignment of each row, (R,).
+        gates: (T, k), which multiply both.
+    """
+    return _backward_amax(gradient, product, peaks, order, gates)

@@ -53,7 +53,7 @@ CAUSAL = pytest.mark.parametrize("causal", [False, True])
 def test_gate(monkeypatch: pytest.MonkeyPatch, head_dim: int, changes: dict[str, Any], served: bool) -> None:
     """As on a Hopper GPU with a Triton that has Gluon."""
     monkeypatch.setattr(supported_calls, "INTERPRETED", False)
-    for condition in ("_has_gluon", "_is_hopper"):
+    for condition in ("has_gluon", "is_hopper"):
         monkeypatch.setattr(supported_calls, condition, lambda *_: True)
     none = None
     call = FlashProblem(none, none, none, none, none, none, none, none, -1, 0, 0.125, 0.0, 0.0, 100, 100)

@@ -413,11 +413,10 @@ def routed(dtype: torch.dtype) -> tuple[Assignments, list[Tensor]]:
     return sorted_assignments(experts, 3, torch.rand(20, 2) > 0.2), tensors
 
 
-@pytest.mark.parametrize("granularity", ["tensor", "tile"])
-def test_aligned_assignments_move_the_rows_of_an_expert_together(granularity: Granularity) -> None:
+@pytest.mark.parametrize("multiple", [16, 128])
+def test_aligned_assignments_move_the_rows_of_an_expert_together(multiple: int) -> None:
     assignments, _ = routed(torch.float32)
-    aligned = aligned_assignments(assignments, granularity)
-    multiple = 128 if granularity == "tile" else 16
+    aligned = aligned_assignments(assignments, multiple)
     assert not (aligned.ends % multiple).any()
     assert torch.equal(aligned.places >= 0, assignments.places >= 0)
     kept = aligned.places >= 0
