@@ -84,21 +84,11 @@ def row_cast_kernel(
             tl.store(out + begin, _round_to_fp8(value * reciprocal, MAX, element), mask=begin + column < width)
 
 
-@torch.library.custom_op("stoker::fp8_row_cast", mutates_args=())
-def _row_cast(
+def triton_row_cast(
     source: Tensor, producer: str, activation: str, format: str, margin: int, power_of_two: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return data, scale, amax and peaks."""
+    """Launch the kernel of `cast_activated`; returns data, scale, amax and peaks."""
     height, width = source_shape(producer, [source])
-    if not triton_runs_on(source):
-        values = produce(producer, [source], activation)[0]
-        amax = reference_amax(values, "row")
-        data, scale = reference_cast(values, amax, format, "row", margin, power_of_two)  # type: ignore[arg-type]
-        first, *up = source.to(values.dtype).chunk(2 if producer == "gated" else 1, dim=1)
-        derivatives = [slope(first, activation)]
-        if up:
-            derivatives = [derivatives[0] * up[0], NONLINEARITIES[activation](first)]
-        return data, scale, amax, reference_amax(torch.cat(derivatives, 1), "row")
     source = source.contiguous()
     data = source.new_empty(height, width, dtype=DTYPES[format])  # type: ignore[index]
     scale = source.new_empty(height, 1, dtype=torch.float32)
@@ -112,6 +102,23 @@ def _row_cast(
             num_warps=8 if block > 2048 else 4, enable_fp_fusion=True,
         )  # fmt: skip
     return data, scale, amax, peaks
+
+
+@torch.library.custom_op("stoker::fp8_row_cast", mutates_args=())
+def _row_cast(
+    source: Tensor, producer: str, activation: str, format: str, margin: int, power_of_two: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return data, scale, amax and peaks."""
+    if triton_runs_on(source):
+        return triton_row_cast(source, producer, activation, format, margin, power_of_two)
+    values = produce(producer, [source], activation)[0]
+    amax = reference_amax(values, "row")
+    data, scale = reference_cast(values, amax, format, "row", margin, power_of_two)  # type: ignore[arg-type]
+    first, *up = source.to(values.dtype).chunk(2 if producer == "gated" else 1, dim=1)
+    derivatives = [slope(first, activation)]
+    if up:
+        derivatives = [derivatives[0] * up[0], NONLINEARITIES[activation](first)]
+    return data, scale, amax, reference_amax(torch.cat(derivatives, 1), "row")
 
 
 @_row_cast.register_fake
@@ -141,13 +148,8 @@ def backward_amax_kernel(
     tl.atomic_max(amax_pointer + 1, tl.max(_magnitude(product), axis=0), sem="relaxed")
 
 
-@torch.library.custom_op("stoker::fp8_backward_amax", mutates_args=())
-def _backward_amax(gradient: Tensor, product: Tensor, peaks: Tensor, order: Tensor, gates: Tensor) -> Tensor:
-    if not triton_runs_on(gates):
-        gate = row_gates(order, gates).abs()
-        found = torch.stack((gate * gradient * peaks, gate * product))
-        found = torch.where(order >= 0, found, 0)
-        return (found.amax(1) if order.numel() else found.new_zeros(2)).float()
+def triton_backward_amax(gradient: Tensor, product: Tensor, peaks: Tensor, order: Tensor, gates: Tensor) -> Tensor:
+    """Launch the kernel of `backward_amax`."""
     amax = gates.new_zeros(2, dtype=torch.int32)
     if order.numel():
         block = 512
@@ -156,6 +158,15 @@ def _backward_amax(gradient: Tensor, product: Tensor, peaks: Tensor, order: Tens
             enable_fp_fusion=True,
         )  # fmt: skip
     return amax.view(torch.float32)
+
+
+@torch.library.custom_op("stoker::fp8_backward_amax", mutates_args=())
+def _backward_amax(gradient: Tensor, product: Tensor, peaks: Tensor, order: Tensor, gates: Tensor) -> Tensor:
+    if triton_runs_on(gates):
+        return triton_backward_amax(gradient, product, peaks, order, gates)
+    gate = row_gates(order, gates).abs()
+    found = torch.where(order >= 0, torch.stack((gate * gradient * peaks, gate * product)), 0)
+    return (found.amax(1) if order.numel() else found.new_zeros(2)).float()
 
 
 @_backward_amax.register_fake
