@@ -16,7 +16,8 @@ from torch import Tensor
 
 from ..moe.assignments import Assignments
 from ..moe.permute import combine_rows
-from .grouped import aligned_assignments, expert_row_multiple, grouped_scaled_matmul, grouped_scaled_outer
+from .expert_rows import aligned_assignments, expert_row_multiple
+from .grouped import grouped_scaled_matmul, grouped_scaled_outer
 from .operands import Quantized, Source
 from .quantize import BackwardCasts, Reduce, amaxes, quantize, quantize_backward, reduce_amax
 from .recipe import TILE, Fp8Recipe

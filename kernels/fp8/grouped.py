@@ -1,9 +1,8 @@
 """Grouped matmuls in fp8: rows sorted by expert times the matrix of their expert, and its gradient, without host syncs.
 
 R rows, E experts; expert e has the rows from ends[e - 1] to ends[e]. The gradients of the matrices contract rows, which
-fp8 operands hold along their own rows: `aligned_assignments` lets every expert begin at a multiple of 16 rows, or of
-128 for scales of tiles and where that adds few rows, with empty rows between. With 128 the kernels for Hopper
-(`hopper_grouped`) run, else Triton's.
+fp8 operands hold along their own rows: experts begin at multiples of 16 rows (`expert_rows`). At multiples of 128 the
+kernels for Hopper run (`hopper_grouped`), else Triton's.
 """
 
 from __future__ import annotations
@@ -14,47 +13,14 @@ import torch
 from torch import Tensor
 
 from ..launch import INTERPRETED, triton, triton_runs_on
-from ..moe.assignments import Assignments
 from ..moe.grouped_matmul import _programs
 from ..moe.tile_configs import device_capability, has_few_rows
 from ..moe.tile_map import find_tiles
 from .grouped_kernels import grouped_fp8_kernel, grouped_fp8_outer_kernel, grouped_tile
 from .hopper_launch import hopper_grouped_fp8, hopper_grouped_fp8_outer, uses_hopper
 from .operands import Quantized, dequantize, row_multiple
-from .recipe import TILE, Granularity
+from .recipe import TILE
 from .reference import reference_amax
-
-
-def expert_row_multiple(granularity: Granularity, rows: int, experts: int) -> int:
-    """Return what the rows of an expert begin at multiples of; 128 also where that adds at most an eighth."""
-    return TILE if rows >= 8 * TILE * experts else row_multiple(granularity)
-
-
-def aligned_assignments(assignments: Assignments, multiple: int) -> Assignments:
-    """Return the assignments with empty rows at the end of each expert, so that the next begins where fp8 reads it.
-
-    Args:
-        assignments: from `sorted_assignments`, T k rows.
-        multiple: of rows that experts begin at, from `expert_row_multiple`.
-
-    Returns:
-        Those of R rows, T k with (multiple - 1) more for each expert, rounded up to the multiple.
-    """
-    order, ends, places = assignments
-    starts = torch.cat((ends.new_zeros(1), ends[:-1]))
-    padded_ends = ((ends - starts + multiple - 1) // multiple * multiple).cumsum(0, dtype=torch.int32)
-    shifts = torch.cat((ends.new_zeros(1), padded_ends[:-1])) - starts
-    count = order.shape[0] + ends.shape[0] * (multiple - 1)
-    count = (count + multiple - 1) // multiple * multiple
-    rows = torch.arange(order.shape[0], dtype=torch.int32, device=order.device)
-    expert = torch.searchsorted(ends, rows, right=True, out_int32=True).clamp(max=ends.shape[0] - 1)
-    target = torch.where(order >= 0, rows + shifts[expert], count)  # empty rows go to a place that is cut off
-    padded = torch.full((count + 1,), -1, dtype=torch.int32, device=order.device)
-    padded = padded.scatter(0, target.long(), order)[:-1]
-    place = places.clamp(min=0)
-    moved = place + shifts[expert[place.long()]] if order.shape[0] else place
-    return Assignments(padded, padded_ends, torch.where(places >= 0, moved, -1))
-
 
 # ---------------------------------------------------------------- Triton
 
@@ -234,7 +200,7 @@ def grouped_scaled_outer(
     """Sum a[:, r] b[:, r]^T over the rows r of each expert: (E, M, N), 0 for an expert without rows.
 
     Args:
-        a: transposed rows, (M, R), of experts from `aligned_assignments`.
+        a: transposed rows, (M, R), of experts from `expert_rows.aligned_assignments`.
         b: likewise, (N, R), with scales of the same granularity.
         ends: exclusive end row of each expert, (E,) int32, multiples of `operands.row_multiple`.
         out_dtype: as in `grouped_scaled_matmul`.

@@ -8,7 +8,7 @@ from typing import Self
 import torch
 from torch import Tensor, nn
 
-from ...kernels.fp8.grouped import expert_row_multiple
+from ...kernels.fp8.expert_rows import expert_row_multiple
 from ...kernels.moe.routing import expert_capacity
 from ..config.moe import MoESlice
 from ..config.stack import StackSlice

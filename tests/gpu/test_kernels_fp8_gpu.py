@@ -12,11 +12,11 @@ from cuda_sync import forbid_device_sync
 from torch import Tensor
 
 from stoker.kernels.fp8.cast_kernels import triton_amax, triton_cast
+from stoker.kernels.fp8.expert_rows import aligned_assignments
 from stoker.kernels.fp8.experts import fp8_experts
 from stoker.kernels.fp8.gated_mlp import fp8_gated_mlp
 from stoker.kernels.fp8.grouped import (
     _expert_matrices,
-    aligned_assignments,
     grouped_scaled_matmul,
     grouped_scaled_outer,
 )

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from stoker.kernels.activations import FUSED_ACTIVATIONS
 from stoker.kernels.fp8.cast_kernels import triton_amax, triton_cast
+from stoker.kernels.fp8.expert_rows import _align_rows, aligned_assignments, triton_align_rows
 from stoker.kernels.fp8.experts import fp8_experts
 from stoker.kernels.fp8.gated_mlp import fp8_gated_mlp
-from stoker.kernels.fp8.grouped import aligned_assignments
 from stoker.kernels.fp8.linear import fp8_linear
 from stoker.kernels.fp8.operands import DTYPES, Quantized, Source, dequantize
 from stoker.kernels.fp8.quantize import _amax, _cast, amaxes, quantize, transpose
@@ -477,6 +477,9 @@ def routed(dtype: torch.dtype) -> tuple[Assignments, list[Tensor]]:
 def test_aligned_assignments_move_the_rows_of_an_expert_together(multiple: int) -> None:
     assignments, _ = routed(torch.float32)
     aligned = aligned_assignments(assignments, multiple)
+    torch.library.opcheck(_align_rows, (*assignments, multiple))
+    for got, expected in zip(triton_align_rows(*assignments, multiple), aligned, strict=True):
+        assert torch.equal(got, expected)
     assert not (aligned.ends % multiple).any()
     assert torch.equal(aligned.places >= 0, assignments.places >= 0)
     kept = aligned.places >= 0
