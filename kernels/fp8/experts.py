@@ -74,10 +74,11 @@ class _Fp8Experts(torch.autograd.Function):
             outer.rows, down_columns, ends, ctx.width, projected.dtype, row_amax=recipe.inputs == "tensor", **options
         )
         inner, product, dots = _cast_backward(ctx, projected, inner_gradient, (largest, *found), order, gates)
-        del inner_gradient
+        del inner_gradient, down_columns
         hidden_gradient = up_gradient = down_gradient = None
         if outer.columns is not None and product is not None:
             down_gradient = grouped_scaled_outer(outer.columns, product, ends, ctx.dtype, **options)
+        del outer, product
         if inner.columns is not None:
             rows = Quantized(kept, kept_scale, recipe.inputs)
             up_gradient = grouped_scaled_outer(inner.columns, rows, ends, ctx.dtype, **options)
