@@ -128,7 +128,7 @@ def _(
         *empty_cast(like, height, width, format, granularity, rows),
         *empty_cast(like, width, padded, format, granularity, columns),
         *empty_cast(like, inner, padded, product_format or format, granularity, bool(product_format)),
-        like.new_empty(height * has_dots, dtype=torch.promote_types(like.dtype, torch.float32)),
+        like.new_empty(height * has_dots, dtype=torch.float64 if like.dtype == torch.float64 else torch.float32),
     )
 
 
