@@ -9,7 +9,7 @@ gradient of its activation in e5m2, whose range is wider, the scale of a bound (
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from ..moe.assignments import Assignments
 from ..moe.permute import combine_rows
 from .expert_rows import aligned_assignments, expert_row_multiple
 from .grouped import grouped_scaled_matmul, grouped_scaled_outer
-from .operands import Quantized, Source
+from .operands import Producer, Quantized, Source
 from .quantize import BackwardCasts, Reduce, amaxes, quantize, quantize_backward, reduce_amax
 from .recipe import TILE, Fp8Recipe
 from .row_cast import backward_amax, cast_activated
@@ -99,8 +99,9 @@ def _cast_backward(
     """Cast the backward of activation and gates; `found` is that of `backward_amax`, tensorwise."""
     recipe: Fp8Recipe = ctx.recipe
     needs_hidden, _, needs_up, needs_down = ctx.needs_input_grad[:4]
-    kind: Literal["gated", "activation"] = "gated" if ctx.gated else "activation"
-    source = Source(f"{kind}_backward", (projected, inner_gradient, order, gates), ctx.nonlinearity)
+    kind: Producer = "gated" if ctx.gated else "activation"
+    of_backward: Producer = "gated_backward" if ctx.gated else "activation_backward"
+    source = Source(of_backward, (projected, inner_gradient, order, gates), ctx.nonlinearity)
     wanted: dict[str, Any] = {"rows": needs_hidden, "columns": needs_up}
     if recipe.inputs != "tensor":
         product = Source(kind, (projected, order, gates), ctx.nonlinearity)

@@ -15,22 +15,30 @@ from .recipe import TILE
 
 
 class HopperTile(NamedTuple):
-    """Rows and columns of a tile of the result, pipeline stages of both operands, and row tiles of a band."""
+    """Rows and columns of a tile of the result, pipeline stages of both operands, parts of its columns that are stored
+    one after the other, and row tiles of a band.
+    """
 
     rows: int
     columns: int
     stages: int
+    parts: int = 1
     band: int = 8
 
     def constants(self) -> dict[str, int]:
         """Return the constexpr arguments of the kernel."""
-        names = ("BLOCK_M", "BLOCK_N", "STAGES", "GROUP_M")
+        names = ("BLOCK_M", "BLOCK_N", "STAGES", "PARTS", "GROUP_M")
         return dict(zip(names, self, strict=True)) | {"BLOCK_K": TILE}
 
 
-def hopper_tile(*, fast_accumulation: bool) -> HopperTile:
-    """Return the tile of a product: two sums share the registers where the tensor cores do not add all products."""
-    return HopperTile(128, 256, 3) if fast_accumulation else HopperTile(128, 128, 5)
+def hopper_tile(*, outer: bool, fast_accumulation: bool) -> HopperTile:
+    """Return the tile of a product of rows, or of gradients of matrices (`outer`).
+
+    Where the tensor cores do not add all products, two sums share the registers.
+    """
+    if fast_accumulation:
+        return HopperTile(128, 256, 3)
+    return HopperTile(256, 128, 4) if outer else HopperTile(128, 128, 5)
 
 
 def uses_hopper(a: Quantized, b: Quantized, out_dtype: torch.dtype, multiple: int, *widths: int) -> bool:
@@ -70,7 +78,7 @@ def _launch(
         launch_kernel(hopper_grouped_kernel, processors, dtypes, out.device, dict(
             a_descriptor=tiles(a.data, 64, TILE),
             b_descriptor=tiles(b.data, tile.columns, TILE),
-            out_descriptor=tiles(out, 64, tile.columns),
+            out_descriptor=tiles(out, 64, tile.columns // tile.parts),
             a_scale_pointer=a.scale,
             b_scale_pointer=b.scale,
             row_amax_pointer=largest,
@@ -84,6 +92,7 @@ def _launch(
             experts=experts,
             A_SCALES=a.granularity,
             B_SCALES=b.granularity,
+            EVEN_WIDTH=width % tile.columns == 0,
             **constants,
             **tile.constants(),
         ))  # fmt: skip
@@ -98,7 +107,7 @@ def hopper_grouped_fp8(
     out = a.data.new_empty(rows, width, dtype=out_dtype)
     largest = a.data.new_zeros(rows * row_amax, dtype=torch.int32)
     if out.numel():
-        tile = hopper_tile(fast_accumulation=fast_accumulation)
+        tile = hopper_tile(outer=False, fast_accumulation=fast_accumulation)
         found = find_tiles(ends, rows, tile.rows)
         tables = ends, found.experts, found.rows, found.num_tiles
         constants = {"FAST": fast_accumulation, "ROW_AMAX": row_amax, "OUTER": False}
@@ -114,7 +123,7 @@ def hopper_grouped_fp8_outer(
     height, width, experts = a.data.shape[0], b.data.shape[0], ends.shape[0]
     out = a.data.new_empty(experts * height, width, dtype=out_dtype)
     if out.numel():
-        tile = hopper_tile(fast_accumulation=fast_accumulation)
+        tile = hopper_tile(outer=True, fast_accumulation=fast_accumulation)
         found = find_tiles(ends, a.data.shape[1], TILE)
         tables = ends, found.experts_by_load, found.rows, found.num_tiles
         constants = {"FAST": fast_accumulation, "ROW_AMAX": False, "OUTER": True, "STACKED": True}
