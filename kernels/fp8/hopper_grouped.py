@@ -188,8 +188,8 @@ def _consume(
     out_descriptor, ring, outs, a_scale_pointer, b_scale_pointer, row_amax_pointer,
     ends_pointer, experts_pointer, rows_pointer, count_pointer, height, width, depth, experts,
     W: gl.constexpr, A_SCALES: gl.constexpr, B_SCALES: gl.constexpr, FAST: gl.constexpr, ROW_AMAX: gl.constexpr,
-    EVEN_WIDTH: gl.constexpr, PARTS: gl.constexpr, OUTER: gl.constexpr, STACKED: gl.constexpr, GROUP_M: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
-    BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
+    EVEN_WIDTH: gl.constexpr, PARTS: gl.constexpr, OUTER: gl.constexpr, STACKED: gl.constexpr, GROUP_M: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Consumer W: multiply BLOCK_M / 2 rows of each tile, in chunks of 64."""
     a_buffers, b_buffers, full, free = ring
@@ -264,8 +264,8 @@ def hopper_grouped_kernel(
     a_descriptor, b_descriptor, out_descriptor, a_scale_pointer, b_scale_pointer, row_amax_pointer,
     ends_pointer, experts_pointer, rows_pointer, count_pointer, height, width, depth, experts,
     A_SCALES: gl.constexpr, B_SCALES: gl.constexpr, FAST: gl.constexpr, ROW_AMAX: gl.constexpr,
-    EVEN_WIDTH: gl.constexpr, PARTS: gl.constexpr, OUTER: gl.constexpr, STACKED: gl.constexpr, GROUP_M: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
-    BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
+    EVEN_WIDTH: gl.constexpr, PARTS: gl.constexpr, OUTER: gl.constexpr, STACKED: gl.constexpr, GROUP_M: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Compute out[r] = a[r] @ b[e(r)]^T, 0 in rows after the last expert's; OUTER: out[e] = sum of a[:, r] b[:, r]^T.
 
@@ -284,12 +284,14 @@ def hopper_grouped_kernel(
         (_consume, (
             out_descriptor, ring, outs, a_scale_pointer, b_scale_pointer, row_amax_pointer,
             ends_pointer, experts_pointer, rows_pointer, count_pointer, height, width, depth, experts,
-            0, A_SCALES, B_SCALES, FAST, ROW_AMAX, EVEN_WIDTH, PARTS, OUTER, STACKED, GROUP_M, BLOCK_M, BLOCK_N, BLOCK_K, STAGES,
+            0, A_SCALES, B_SCALES, FAST, ROW_AMAX, EVEN_WIDTH, PARTS, OUTER, STACKED, GROUP_M,
+            BLOCK_M, BLOCK_N, BLOCK_K, STAGES,
         )),
         (_consume, (
             out_descriptor, ring, outs, a_scale_pointer, b_scale_pointer, row_amax_pointer,
             ends_pointer, experts_pointer, rows_pointer, count_pointer, height, width, depth, experts,
-            1, A_SCALES, B_SCALES, FAST, ROW_AMAX, EVEN_WIDTH, PARTS, OUTER, STACKED, GROUP_M, BLOCK_M, BLOCK_N, BLOCK_K, STAGES,
+            1, A_SCALES, B_SCALES, FAST, ROW_AMAX, EVEN_WIDTH, PARTS, OUTER, STACKED, GROUP_M,
+            BLOCK_M, BLOCK_N, BLOCK_K, STAGES,
         )),
         (_produce, (
             a_descriptor, b_descriptor, ring, ends_pointer, experts_pointer, rows_pointer, count_pointer,

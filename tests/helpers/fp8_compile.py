@@ -122,7 +122,8 @@ def compile_hopper(kind: str, granularity: str) -> tuple[dict[str, Any], str]:
     fast, outer = granularity == "fast", kind == "hopper_outer"
     scales = "row" if granularity == "row" else "tensor"
     constants: dict[str, Any] = {"A_SCALES": scales, "B_SCALES": scales, "FAST": fast, "ROW_AMAX": not outer}
-    constants |= {"EVEN_WIDTH": outer, "OUTER": outer, "STACKED": not outer} | hopper_tile(outer=outer, fast_accumulation=fast).constants()
+    constants |= {"EVEN_WIDTH": outer, "OUTER": outer, "STACKED": not outer}
+    constants |= hopper_tile(outer=outer, fast_accumulation=fast).constants()
     columns, parts = constants["BLOCK_N"], constants["PARTS"]
 
     def layout(bits: int) -> Any:
