@@ -73,6 +73,8 @@ def _produce(
     gain_pointer (width,): of a norm. mean_pointer (rows,), fp32, and bias_pointer (width,): of `layer_norm`. Of an
     activation with TOPK: gain_pointer, factors of product and gradient by assignment; mean_pointer, as of `gather`.
     """
+    assignment = row
+    factor = 1.0
     if PRODUCER == "gather":
         assignment = tl.load(second_pointer + row, mask=row < rows, other=-1)
         inside = inside & (assignment >= 0)
