@@ -20,11 +20,8 @@ from torch import Tensor
 
 from ..activations import activation_with_derivative
 from ..launch import _INTERPRETED_IN_KERNEL, INTERPRETED, jit, tl, triton
-from ..moe.grouped_kernels import _tile_position
 from .operands import empty_cast, padding
 from .recipe import MAX_VALUE, TILE
-
-_BAND = 1 << 20
 
 
 @jit
@@ -210,9 +207,9 @@ def cast_kernel(
     transposed_scale_stride,
     PRODUCER: tl.constexpr, KIND: tl.constexpr, TOPK: tl.constexpr, GRANULARITY: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr, PRODUCT: tl.constexpr, MAX: tl.constexpr, PRODUCT_MAX: tl.constexpr, FACTOR: tl.constexpr,
-    POWER_OF_TWO: tl.constexpr, BAND: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Cast one tile per program, in the layouts asked for, column by column within bands of BAND row tiles.
+    """Cast one tile per program, in the layouts asked for.
 
     The amaxes are int32 bits, (1,), for `row` (rows,) and (parts * width,); parts is 2 for `gated_backward`.
     data_pointer (ROWS): (rows, parts * width). transposed_pointer (COLUMNS): (parts * width, padded_rows).
@@ -220,8 +217,7 @@ def cast_kernel(
     dots_pointer (of a backward with TOPK): sums over the tile of the product times its gradient, (column tiles, rows).
     Scales are in the layout of `Quantized`.
     """
-    row_tiles, column_tiles = tl.cdiv(padded_rows, BLOCK_M), tl.cdiv(width, BLOCK_N)
-    row_tile, column_tile = _tile_position(tl.program_id(0), row_tiles, column_tiles, BAND)
+    row_tile, column_tile = tl.program_id(0), tl.program_id(1)
     row = (row_tile * BLOCK_M + tl.arange(0, BLOCK_M))[:, None]
     column = (column_tile * BLOCK_N + tl.arange(0, BLOCK_N))[None, :]
     inside = (row < rows) & (column < width)
@@ -300,12 +296,12 @@ def cast_block(granularity: str, producer: str) -> dict[str, int]:
     """Return the tile of a program of the cast, and its warps."""
     wide = granularity == "block" or producer in ("gated_backward", "layer_norm")
     if granularity in ("tile", "block"):
-        return {"BLOCK_M": TILE, "BLOCK_N": TILE, "BAND": _BAND, "num_warps": 16 if wide else 8}
+        return {"BLOCK_M": TILE, "BLOCK_N": TILE, "num_warps": 16 if wide else 8}
     if INTERPRETED:
-        return {"BLOCK_M": 32, "BLOCK_N": 32, "BAND": 2, "num_warps": 4}
+        return {"BLOCK_M": 32, "BLOCK_N": 32, "num_warps": 4}
     if producer == "gated_backward":
-        return {"BLOCK_M": 64, "BLOCK_N": 64, "BAND": _BAND, "num_warps": 16}
-    return {"BLOCK_M": 128, "BLOCK_N": 64, "BAND": _BAND, "num_warps": 8}
+        return {"BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 16}
+    return {"BLOCK_M": 128, "BLOCK_N": 64, "num_warps": 8}
 
 
 def _operands(tensors: list[Tensor], producer: str) -> tuple[tuple[Tensor | None, ...], int, int, int]:
@@ -383,12 +379,11 @@ def triton_cast(
     if granularity == "tensor":
         column_amax = row_amax
     block = cast_block(granularity, producer)
-    columns_of_tiles = triton.cdiv(width, block["BLOCK_N"])
-    grid = (triton.cdiv(padded, block["BLOCK_M"]) * columns_of_tiles,)
+    grid = (triton.cdiv(padded, block["BLOCK_M"]), triton.cdiv(width, block["BLOCK_N"]))
     has_dots = topk > 0 and producer.endswith("backward")
-    dots = first.new_empty(columns_of_tiles * has_dots, height, dtype=torch.float32)
+    dots = first.new_empty((grid[1], height) if has_dots else 0, dtype=torch.float32)
     if not padded * width:
-        return *results, dots.sum(0)[: height * has_dots]
+        return *results, dots.sum(0) if has_dots else dots
     cast_kernel[grid](
         *operands, *(None if x is None else x.view(torch.int32) for x in (row_amax, column_amax, product_amax)),
         *results, dots, height, width, padded, _row_stride(operands), results[1].stride(0), results[3].stride(0),
@@ -397,4 +392,4 @@ def triton_cast(
         PRODUCT_MAX=MAX_VALUE[product_format or format],  # type: ignore[index]
         FACTOR=2.0**margin, POWER_OF_TWO=power_of_two, enable_fp_fusion=True, **block,
     )  # fmt: skip
-    return *results, dots.sum(0)[: height * has_dots]
+    return *results, dots.sum(0) if has_dots else dots

@@ -61,8 +61,8 @@ class _Fp8Experts(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         recipe: Fp8Recipe = ctx.recipe
         _, needs_gates, _, needs_down = ctx.needs_input_grad[:4]
-        kept, kept_scale, projected, *found, gates, order, ends, places = ctx.saved_tensors[:9]
-        weights = ctx.saved_tensors[9:]
+        saved = ctx.saved_tensors  # once: activation checkpointing allows unpacking only once
+        (kept, kept_scale, projected, *found, gates, order, ends, places), weights = saved[:9], saved[9:]
         options: dict[str, Any] = {"fast_accumulation": recipe.fast_accumulation_backward, "multiple": ctx.multiple}
         outer = quantize(
             Source("gather", (gradients[0], order, places)), recipe.backward, recipe.inputs, columns=needs_down,

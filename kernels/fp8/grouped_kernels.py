@@ -170,7 +170,8 @@ def grouped_tile(
     if capability is None:
         m, n, k, warps, stages = (16, 128, 128, 4, 1) if tiles else (16, 32, 32, 4, 1)
     elif 90 <= capability < 120:  # 227 KB of shared memory
-        m, n, k, warps, stages = (128, 128, 128, 8, 4) if two_sums else (128, 256, 128, 8, 3)
+        wide = capability < 100 and not two_sums
+        m, n, k, warps, stages = (128, 256, 128, 8, 3) if wide else (128, 128, 128, 8, 4)
     else:
         m, n, k, warps, stages = (128, 128, 128, 8, 2) if tiles else (128, 128, 64, 8, 3)
     if few_rows and kind == "rows" and capability is not None:

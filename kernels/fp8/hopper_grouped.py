@@ -120,67 +120,38 @@ def _produce(
 
 
 @jit
-def _store_part(
-    total, out_descriptor, buffer, a_scale_pointer, b_scale_pointer, row_amax_pointer, a_row, b_row, column, width,
-    out_row,
-    A_SCALES: gl.constexpr, B_SCALES: gl.constexpr, ROW_AMAX: gl.constexpr, EVEN_WIDTH: gl.constexpr,
-    COLUMNS: gl.constexpr, layout: gl.constexpr,
-):  # fmt: skip
-    """Scale a part (64, COLUMNS) of the result and store it."""
-    row = gl.arange(0, 64, gl.SliceLayout(1, layout))
-    across = gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))
-    if A_SCALES == "tensor" and B_SCALES == "tensor":
-        total = total * (gl.load(a_scale_pointer) * gl.load(b_scale_pointer))
-    else:
-        if A_SCALES == "tensor":
-            total = total * gl.load(a_scale_pointer)
-        else:
-            total = total * gl.expand_dims(gl.load(a_scale_pointer + a_row + row), 1)
-        if B_SCALES == "tensor":
-            total = total * gl.load(b_scale_pointer)
-        else:
-            b_scale = gl.load(b_scale_pointer + b_row + across, mask=column + across < width, other=0.0)
-            total = total * gl.expand_dims(b_scale, 0)
-    value = total.to(out_descriptor.dtype)
-    tma.store_wait(0)  # until the last tile has left the buffer
-    buffer.store(value)
-    fence_async_shared()
-    store_tile(out_descriptor, [out_row, column], buffer)
-    if ROW_AMAX:
-        bits = value.to(gl.float32).to(gl.int32, bitcast=True) & 0x7FFFFFFF
-        if not EVEN_WIDTH:  # columns beyond the width are other matrices' rows
-            bits = gl.where(gl.expand_dims(column + across < width, 0), bits, 0)
-        gl.atomic_max(row_amax_pointer + out_row + row, gl.max(bits, 1), sem="relaxed")
-
-
-@jit
 def _store(
     total, out_descriptor, buffer, a_scale_pointer, b_scale_pointer, row_amax_pointer, a_row, b_row, column, width,
     out_row, out_stop,
     A_SCALES: gl.constexpr, B_SCALES: gl.constexpr, ROW_AMAX: gl.constexpr, EVEN_WIDTH: gl.constexpr,
-    PARTS: gl.constexpr, BLOCK_N: gl.constexpr, layout: gl.constexpr,
+    BLOCK_N: gl.constexpr, layout: gl.constexpr,
 ):  # fmt: skip
-    """Store 64 rows of the result, in PARTS of its columns, unless they are after the expert's."""
+    """Scale 64 rows of the result and store them, unless they are after the expert's."""
     if out_row < out_stop:
-        if PARTS == 1:
-            _store_part(
-                total, out_descriptor, buffer, a_scale_pointer, b_scale_pointer, row_amax_pointer, a_row, b_row,
-                column, width, out_row, A_SCALES, B_SCALES, ROW_AMAX, EVEN_WIDTH, BLOCK_N, layout,
-            )  # fmt: skip
+        row = gl.arange(0, 64, gl.SliceLayout(1, layout))
+        across = gl.arange(0, BLOCK_N, gl.SliceLayout(0, layout))
+        if A_SCALES == "tensor" and B_SCALES == "tensor":
+            total = total * (gl.load(a_scale_pointer) * gl.load(b_scale_pointer))
         else:
-            HALF: gl.constexpr = BLOCK_N // 2
-            part_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 32])
-            first, second = gl.split(gl.permute(gl.reshape(total, (64, 2, HALF)), (0, 2, 1)))
-            _store_part(
-                gl.convert_layout(first, part_layout), out_descriptor, buffer, a_scale_pointer, b_scale_pointer,
-                row_amax_pointer, a_row, b_row, column, width, out_row,
-                A_SCALES, B_SCALES, ROW_AMAX, EVEN_WIDTH, HALF, part_layout,
-            )  # fmt: skip
-            _store_part(
-                gl.convert_layout(second, part_layout), out_descriptor, buffer, a_scale_pointer, b_scale_pointer,
-                row_amax_pointer, a_row, b_row + HALF, column + HALF, width, out_row,
-                A_SCALES, B_SCALES, ROW_AMAX, EVEN_WIDTH, HALF, part_layout,
-            )  # fmt: skip
+            if A_SCALES == "tensor":
+                total = total * gl.load(a_scale_pointer)
+            else:
+                total = total * gl.expand_dims(gl.load(a_scale_pointer + a_row + row), 1)
+            if B_SCALES == "tensor":
+                total = total * gl.load(b_scale_pointer)
+            else:
+                b_scale = gl.load(b_scale_pointer + b_row + across, mask=column + across < width, other=0.0)
+                total = total * gl.expand_dims(b_scale, 0)
+        value = total.to(out_descriptor.dtype)
+        tma.store_wait(0)  # until the last tile has left the buffer
+        buffer.store(value)
+        fence_async_shared()
+        store_tile(out_descriptor, [out_row, column], buffer)
+        if ROW_AMAX:
+            bits = value.to(gl.float32).to(gl.int32, bitcast=True) & 0x7FFFFFFF
+            if not EVEN_WIDTH:  # columns beyond the width are other matrices' rows
+                bits = gl.where(gl.expand_dims(column + across < width, 0), bits, 0)
+            gl.atomic_max(row_amax_pointer + out_row + row, gl.max(bits, 1), sem="relaxed")
 
 
 @jit
@@ -188,7 +159,7 @@ def _consume(
     out_descriptor, ring, outs, a_scale_pointer, b_scale_pointer, row_amax_pointer,
     ends_pointer, experts_pointer, rows_pointer, count_pointer, height, width, depth, experts,
     W: gl.constexpr, A_SCALES: gl.constexpr, B_SCALES: gl.constexpr, FAST: gl.constexpr, ROW_AMAX: gl.constexpr,
-    EVEN_WIDTH: gl.constexpr, PARTS: gl.constexpr, OUTER: gl.constexpr, STACKED: gl.constexpr, GROUP_M: gl.constexpr,
+    EVEN_WIDTH: gl.constexpr, OUTER: gl.constexpr, STACKED: gl.constexpr, GROUP_M: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Consumer W: multiply BLOCK_M / 2 rows of each tile, in chunks of 64."""
@@ -248,13 +219,13 @@ def _consume(
         _store(
             total, out_descriptor, outs.index(W), a_scale_pointer, b_scale_pointer, row_amax_pointer,
             a_row + shift, b_row, column, width, out_row + shift, out_stop,
-            A_SCALES, B_SCALES, ROW_AMAX, EVEN_WIDTH, PARTS, BLOCK_N, layout,
+            A_SCALES, B_SCALES, ROW_AMAX, EVEN_WIDTH, BLOCK_N, layout,
         )  # fmt: skip
         if CHUNKS == 4:
             _store(
                 second, out_descriptor, outs.index(W), a_scale_pointer, b_scale_pointer, row_amax_pointer,
                 a_row + shift + 64, b_row, column, width, out_row + shift + 64, out_stop,
-                A_SCALES, B_SCALES, ROW_AMAX, EVEN_WIDTH, PARTS, BLOCK_N, layout,
+                A_SCALES, B_SCALES, ROW_AMAX, EVEN_WIDTH, BLOCK_N, layout,
             )  # fmt: skip
     tma.store_wait(0)
 
@@ -264,33 +235,33 @@ def hopper_grouped_kernel(
     a_descriptor, b_descriptor, out_descriptor, a_scale_pointer, b_scale_pointer, row_amax_pointer,
     ends_pointer, experts_pointer, rows_pointer, count_pointer, height, width, depth, experts,
     A_SCALES: gl.constexpr, B_SCALES: gl.constexpr, FAST: gl.constexpr, ROW_AMAX: gl.constexpr,
-    EVEN_WIDTH: gl.constexpr, PARTS: gl.constexpr, OUTER: gl.constexpr, STACKED: gl.constexpr, GROUP_M: gl.constexpr,
+    EVEN_WIDTH: gl.constexpr, OUTER: gl.constexpr, STACKED: gl.constexpr, GROUP_M: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Compute out[r] = a[r] @ b[e(r)]^T, 0 in rows after the last expert's; OUTER: out[e] = sum of a[:, r] b[:, r]^T.
 
     Descriptors: a (rows, depth) with tiles (64, BLOCK_K), b (experts * width, depth), or without STACKED
-    (width, experts * depth), with tiles (BLOCK_N, BLOCK_K), out (rows, width) with tiles (64, BLOCK_N / PARTS); OUTER:
+    (width, experts * depth), with tiles (BLOCK_N, BLOCK_K), out (rows, width) with tiles (64, BLOCK_N); OUTER:
     a (height, rows), b (width, rows), out (experts * height, width). height: rows of `a`.
     """
     layout: gl.constexpr = a_descriptor.layout
     CHUNKS: gl.constexpr = BLOCK_M // 64
     a_buffers = gl.allocate_shared_memory(a_descriptor.dtype, [STAGES * CHUNKS, 64, BLOCK_K], layout)
     b_buffers = gl.allocate_shared_memory(b_descriptor.dtype, [STAGES, BLOCK_N, BLOCK_K], b_descriptor.layout)
-    outs = gl.allocate_shared_memory(out_descriptor.dtype, [2, 64, BLOCK_N // PARTS], out_descriptor.layout)
+    outs = gl.allocate_shared_memory(out_descriptor.dtype, [2, 64, BLOCK_N], out_descriptor.layout)
     _, full, free = make_ring(b_buffers, STAGES, 2)
     ring = (a_buffers, b_buffers, full, free)
     gl.warp_specialize([
         (_consume, (
             out_descriptor, ring, outs, a_scale_pointer, b_scale_pointer, row_amax_pointer,
             ends_pointer, experts_pointer, rows_pointer, count_pointer, height, width, depth, experts,
-            0, A_SCALES, B_SCALES, FAST, ROW_AMAX, EVEN_WIDTH, PARTS, OUTER, STACKED, GROUP_M,
+            0, A_SCALES, B_SCALES, FAST, ROW_AMAX, EVEN_WIDTH, OUTER, STACKED, GROUP_M,
             BLOCK_M, BLOCK_N, BLOCK_K, STAGES,
         )),
         (_consume, (
             out_descriptor, ring, outs, a_scale_pointer, b_scale_pointer, row_amax_pointer,
             ends_pointer, experts_pointer, rows_pointer, count_pointer, height, width, depth, experts,
-            1, A_SCALES, B_SCALES, FAST, ROW_AMAX, EVEN_WIDTH, PARTS, OUTER, STACKED, GROUP_M,
+            1, A_SCALES, B_SCALES, FAST, ROW_AMAX, EVEN_WIDTH, OUTER, STACKED, GROUP_M,
             BLOCK_M, BLOCK_N, BLOCK_K, STAGES,
         )),
         (_produce, (

@@ -15,19 +15,16 @@ from .recipe import TILE
 
 
 class HopperTile(NamedTuple):
-    """Rows and columns of a tile of the result, pipeline stages of both operands, parts of its columns that are stored
-    one after the other, and row tiles of a band.
-    """
+    """Rows and columns of a tile of the result, pipeline stages of both operands, and row tiles of a band."""
 
     rows: int
     columns: int
     stages: int
-    parts: int = 1
     band: int = 8
 
     def constants(self) -> dict[str, int]:
         """Return the constexpr arguments of the kernel."""
-        names = ("BLOCK_M", "BLOCK_N", "STAGES", "PARTS", "GROUP_M")
+        names = ("BLOCK_M", "BLOCK_N", "STAGES", "GROUP_M")
         return dict(zip(names, self, strict=True)) | {"BLOCK_K": TILE}
 
 
@@ -78,7 +75,7 @@ def _launch(
         launch_kernel(hopper_grouped_kernel, processors, dtypes, out.device, dict(
             a_descriptor=tiles(a.data, 64, TILE),
             b_descriptor=tiles(b.data, tile.columns, TILE),
-            out_descriptor=tiles(out, 64, tile.columns // tile.parts),
+            out_descriptor=tiles(out, 64, tile.columns),
             a_scale_pointer=a.scale,
             b_scale_pointer=b.scale,
             row_amax_pointer=largest,

@@ -20,7 +20,6 @@ from .recipe import MAX_VALUE, Fp8Recipe
 from .reference import produce, reference_amax, reference_cast, row_gates, slope
 
 _LARGEST_BLOCK = 8192
-_WARPS = 8
 
 
 class RowCast(NamedTuple):
@@ -100,7 +99,7 @@ def triton_row_cast(
             source, data, scale, amax.view(torch.int32), peaks.view(torch.int32), width,
             PARTS=2 if producer == "gated" else 1, KIND=activation, MAX=MAX_VALUE[format],  # type: ignore[index]
             FACTOR=2.0**margin, POWER_OF_TWO=power_of_two, ONE_BLOCK=width <= block, BLOCK=block,
-            num_warps=_WARPS if block > 2048 else 4, enable_fp_fusion=True,
+            num_warps=8 if block > 2048 else 4, enable_fp_fusion=True,
         )  # fmt: skip
     return data, scale, amax, peaks
 

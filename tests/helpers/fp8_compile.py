@@ -124,7 +124,7 @@ def compile_hopper(kind: str, granularity: str) -> tuple[dict[str, Any], str]:
     constants: dict[str, Any] = {"A_SCALES": scales, "B_SCALES": scales, "FAST": fast, "ROW_AMAX": not outer}
     constants |= {"EVEN_WIDTH": outer, "OUTER": outer, "STACKED": not outer}
     constants |= hopper_tile(outer=outer, fast_accumulation=fast).constants()
-    columns, parts = constants["BLOCK_N"], constants["PARTS"]
+    columns = constants["BLOCK_N"]
 
     def layout(bits: int) -> Any:
         return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=bits, rank=2)
@@ -132,7 +132,7 @@ def compile_hopper(kind: str, granularity: str) -> tuple[dict[str, Any], str]:
     types = {name: "constexpr" if name in constants else argument_type(kind, "none", name) for name in kernel.arg_names}
     types["a_descriptor"] = f"tensordesc<fp8e5[64, 128],{layout(8)!r}>"
     types["b_descriptor"] = f"tensordesc<fp8e4nv[{columns}, 128],{layout(8)!r}>"
-    types["out_descriptor"] = f"tensordesc<bf16[64, {columns // parts}],{layout(16)!r}>"
+    types["out_descriptor"] = f"tensordesc<bf16[64, {columns}],{layout(16)!r}>"
     names = kernel.arg_names
     aligned = {(names.index(name),): [["tt.divisibility", 16]] for name in names if name.endswith("_pointer")}
     source = GluonASTSource(kernel, types, {(names.index(name),): value for name, value in constants.items()}, aligned)
