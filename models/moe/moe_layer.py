@@ -291,6 +291,8 @@ def moe_memory(inputs: StackInputs, moe: MoESlice) -> PartMemory:
     elif not moe.dropout and inputs.mesh.expert > 1 and not inputs.experts_in_fp8:  # rows received from other ranks
         kept.append(SavedTensors("experts", rows * hidden * e, "moe"))
     activation_gradients = rows * width * e * (2 + ups)
+    if fp8 is not None:  # the gradient of the activation's result, its backward in fp8 in both layouts, and the result
+        activation_gradients = rows * width * (e + 2 * ups + 1)
     weights = moe_weights(stack, moe, expert_ranks=inputs.mesh.expert).numel * widths.weights
     weight_gradients = rows * width * ups * e + rows * hidden * e + weights
     working, recompute_inputs = max(activation_gradients, weight_gradients), 0

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from tiers import DEVICES, cases, extra
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from stoker.kernels.activations import FUSED_ACTIVATIONS
 from stoker.kernels.fp8.cast_kernels import triton_amax, triton_cast
@@ -508,6 +509,26 @@ def test_experts_by_the_kernels_equal_their_emulation(scaling: Scaling, gated: b
     for first, second, third in zip(got, expected, plain, strict=True):
         assert (first - second).norm() < 1e-3 * second.norm()  # a few values round the other way
         assert (second - third).norm() < 0.15 * third.norm()
+
+
+@pytest.mark.parametrize("scaling", cases(SCALINGS, fast=1))
+def test_experts_compile_to_one_graph_and_are_recomputed(scaling: Scaling) -> None:
+    torch._dynamo.reset()
+    assignments, tensors = routed(torch.bfloat16)
+
+    def experts(*tensors: Tensor) -> Tensor:
+        hidden, gates, up, down = tensors
+        options: Any = {"nonlinearity": "silu", "gated": True, "recipe": Fp8Recipe(scaling)}
+        return fp8_experts(
+            hidden, gates, up, down, assignments, reduce=torch.clone, weight_reduce=torch.clone, **options
+        )
+
+    expected = linear_and_gradients(experts, *tensors)
+    compiled = torch.compile(experts, backend="aot_eager", fullgraph=True)
+    recomputed = partial(checkpoint, experts, use_reentrant=False)
+    for function in (compiled, recomputed):
+        got = linear_and_gradients(function, *tensors)
+        assert all(torch.equal(first, second) for first, second in zip(got, expected, strict=True))
 
 
 def plain_experts(
