@@ -292,7 +292,7 @@ def amax_block() -> dict[str, int]:
     )
 
 
-def cast_block(granularity: str, producer: str) -> dict[str, int]:
+def cast_block(granularity: str, producer: str, *, of_experts: bool = False) -> dict[str, int]:
     """Return the tile of a program of the cast, and its warps."""
     wide = granularity == "block" or producer in ("gated_backward", "layer_norm")
     if granularity in ("tile", "block"):
@@ -300,7 +300,7 @@ def cast_block(granularity: str, producer: str) -> dict[str, int]:
     if INTERPRETED:
         return {"BLOCK_M": 32, "BLOCK_N": 32, "num_warps": 4}
     if producer == "gated_backward":
-        return {"BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 16}
+        return {"BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 16 if of_experts and granularity == "tensor" else 8}
     return {"BLOCK_M": 128, "BLOCK_N": 64, "num_warps": 8}
 
 
@@ -378,7 +378,7 @@ def triton_cast(
     )
     if granularity == "tensor":
         column_amax = row_amax
-    block = cast_block(granularity, producer)
+    block = cast_block(granularity, producer, of_experts=topk > 0)
     grid = (triton.cdiv(padded, block["BLOCK_M"]), triton.cdiv(width, block["BLOCK_N"]))
     has_dots = topk > 0 and producer.endswith("backward")
     dots = first.new_empty((grid[1], height) if has_dots else 0, dtype=torch.float32)

@@ -79,7 +79,7 @@ def cast(kind: str, producer: str, granularity: str) -> tuple[Any, dict[str, Any
         constants["product_amax_pointer"] = None
     constants |= {"GRANULARITY": granularity, "PRODUCT": backward, "MAX": 57344.0, "PRODUCT_MAX": 448.0}
     constants |= {"FACTOR": 1.0, "POWER_OF_TWO": granularity == "tile"}
-    return cast_kernels.cast_kernel, constants | cast_kernels.cast_block(granularity, producer)
+    return cast_kernels.cast_kernel, constants | cast_kernels.cast_block(granularity, producer, of_experts=of_experts)
 
 
 def grouped(kind: str, granularity: str, capability: int) -> tuple[Any, dict[str, Any]]:
