@@ -45,6 +45,7 @@ def variants(which: str) -> Iterator[Variant]:
     for capability in SHARED_MEMORY:
         yield Variant("transpose", "none", "tensor", capability)
         yield Variant("backward_amax", "none", "tensor", capability)
+        yield Variant("align_rows", "none", "tensor", capability)
         for producer in ("activation", "gated"):
             yield Variant("row_cast", producer, "row", capability)
         for producer in PRODUCERS:
@@ -98,8 +99,11 @@ def grouped(kind: str, granularity: str, capability: int) -> tuple[Any, dict[str
 
 
 def of_rows(kind: str, producer: str) -> tuple[Any, dict[str, Any]]:
-    """Return kernel and constants of a cast of rows, or of the maxima of its backward."""
-    from stoker.kernels.fp8 import row_cast
+    """Return kernel and constants of a cast of rows, of the maxima of its backward, or of the order of rows."""
+    from stoker.kernels.fp8 import expert_rows, row_cast
+
+    if kind == "align_rows":
+        return expert_rows.align_rows_kernel, {"MULTIPLE": 128, "BLOCK_E": 128, "BLOCK": 128, "num_warps": 4}
 
     if kind == "backward_amax":
         return row_cast.backward_amax_kernel, {"BLOCK": 512, "num_warps": 4}
@@ -144,7 +148,7 @@ def argument_type(kind: str, producer: str, name: str) -> str:
     """Return the type of an argument that is no constant."""
     if not name.endswith("_pointer"):
         return "i32"
-    if "order" in name or (name == "second_pointer" and producer == "gather"):
+    if kind == "align_rows" or "order" in name or (name == "second_pointer" and producer == "gather"):
         return "*i32"
     if producer.startswith("experts' ") and name in ("gain_pointer", "mean_pointer"):
         return "*fp32" if name == "gain_pointer" else "*i32"
@@ -171,7 +175,7 @@ def compiled(which: str) -> list[dict[str, Any]]:
         if kind.startswith("hopper"):
             row, text = compile_hopper(kind, granularity)
         else:
-            if kind in ("row_cast", "backward_amax"):
+            if kind in ("row_cast", "backward_amax", "align_rows"):
                 kernel, constants = of_rows(kind, producer)
             elif kind in ("rows", "outer"):
                 kernel, constants = grouped(kind, granularity, capability)
