@@ -10,8 +10,6 @@ from ..moe.assignments import Assignments
 from .operands import row_multiple
 from .recipe import TILE, Granularity
 
-_BLOCK = 128
-
 
 def expert_row_multiple(granularity: Granularity, rows: int, experts: int) -> int:
     """Return what the rows of an expert begin at multiples of: 16 bytes or a tile, and 128 where that adds few rows.
@@ -47,15 +45,22 @@ def align_rows_kernel(
     tl.store(places_pointer + assignment, place, mask=assignment >= 0)
 
 
+def align_block(experts: int) -> dict[str, int]:
+    """Return the rows of a program, which compares each with every expert, and its warps."""
+    width = next_power_of_2(experts)
+    return {"BLOCK_E": width, "BLOCK": max(16, min(128, 4096 // width)), "num_warps": 4}
+
+
 def triton_align_rows(order: Tensor, ends: Tensor, places: Tensor, multiple: int) -> tuple[Tensor, Tensor, Tensor]:
     """Launch the kernel of `aligned_assignments`."""
     rows, experts = order.shape[0], ends.shape[0]
     count = _padded_rows(rows, experts, multiple)
     padded_order, padded_places = order.new_full((count,), -1), torch.full_like(places, -1)
     padded_ends = torch.empty_like(ends)
-    align_rows_kernel[(max(1, triton.cdiv(rows, _BLOCK)),)](
+    block = align_block(experts)
+    align_rows_kernel[(max(1, triton.cdiv(rows, block["BLOCK"])),)](
         order, ends, padded_order, padded_ends, padded_places, rows, experts,
-        MULTIPLE=multiple, BLOCK_E=next_power_of_2(experts), BLOCK=_BLOCK, num_warps=4, enable_fp_fusion=True,
+        MULTIPLE=multiple, enable_fp_fusion=True, **block,
     )  # fmt: skip
     return padded_order, padded_ends, padded_places
 

@@ -103,7 +103,7 @@ def of_rows(kind: str, producer: str) -> tuple[Any, dict[str, Any]]:
     from stoker.kernels.fp8 import expert_rows, row_cast
 
     if kind == "align_rows":
-        return expert_rows.align_rows_kernel, {"MULTIPLE": 128, "BLOCK_E": 128, "BLOCK": 128, "num_warps": 4}
+        return expert_rows.align_rows_kernel, {"MULTIPLE": 128} | expert_rows.align_block(experts=128)
 
     if kind == "backward_amax":
         return row_cast.backward_amax_kernel, {"BLOCK": 512, "num_warps": 4}
