@@ -173,7 +173,7 @@ def test_table_of_distances_holds_every_tile_that_is_not_far() -> None:
 )  # fmt: skip
 def test_the_dispatcher_knows_what_the_gate_lets_in(monkeypatch: pytest.MonkeyPatch, change: dict[str, Any]) -> None:
     monkeypatch.setattr(supported_calls, "INTERPRETED", False)
-    monkeypatch.setattr(supported_calls, "_is_hopper", lambda device: True)
+    monkeypatch.setattr(supported_calls, "is_hopper", lambda device: True)
     facts: dict[str, Any] = {"dtype": "bf16", "head_dim": 128, "causal": True} | change
     call = AttentionCall(
         device="cuda", capability=(9, 0), batch=2, heads=4, groups=2, queries=32, keys=32, training=True, **facts
