@@ -78,8 +78,10 @@ def produce(producer: str, tensors: list[Tensor], activation: str) -> tuple[Tens
         return tensors[0], tensors[0]
     if producer == "gather":
         hidden, order, places = tensors
-        rows = hidden[order.clamp(min=0) // places.shape[1]] if hidden.shape[0] else hidden.new_zeros(order.shape[0], 1)
-        rows = torch.where((order >= 0)[:, None], rows, 0)
+        if not hidden.shape[0]:  # of a rank that no token arrives at
+            rows = hidden.new_zeros(order.shape[0], hidden.shape[1])
+            return rows, rows
+        rows = torch.where((order >= 0)[:, None], hidden[order.clamp(min=0) // places.shape[1]], 0)
         return rows, rows
     dtype = torch.promote_types(tensors[0].dtype, torch.float32)
     if producer in ("rms_norm", "layer_norm"):
@@ -104,6 +106,8 @@ def produce(producer: str, tensors: list[Tensor], activation: str) -> tuple[Tens
 
 def row_gates(order: Tensor, gates: Tensor) -> Tensor:
     """Return the gate of each row, 0 in an empty row."""
+    if not gates.numel():
+        return gates.new_zeros(order.shape)
     return torch.where(order >= 0, gates.flatten()[order.clamp(min=0).long()], 0)
 
 
