@@ -537,10 +537,10 @@ def test_experts_compile_to_one_graph_and_are_recomputed(scaling: Scaling) -> No
 @pytest.mark.parametrize("scaling", SCALINGS)
 def test_experts_that_no_token_arrives_at_have_gradients_of_zero(scaling: Scaling) -> None:
     shapes = (0, 128), (0, 2), (3, 256, 128), (3, 128, 128)
-    tensors = [torch.randn(shape).requires_grad_() for shape in shapes]
+    tensors = hidden, gates, up, down = [torch.randn(shape).requires_grad_() for shape in shapes]
     none = sorted_assignments(torch.empty(0, 2, dtype=torch.int64), 3)
     options: Any = {"nonlinearity": "silu", "gated": True, "recipe": Fp8Recipe(scaling)}
-    fp8_experts(*tensors, none, **options).sum().backward()
+    fp8_experts(hidden, gates, up, down, none, **options).sum().backward()
     for tensor in tensors:
         assert tensor.grad is not None
         assert not tensor.grad.any()
