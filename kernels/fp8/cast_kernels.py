@@ -59,18 +59,31 @@ def _scale_of(bits, MAX: tl.constexpr, FACTOR: tl.constexpr, POWER_OF_TWO: tl.co
 def _produce(
     first_pointer, second_pointer, gain_pointer, mean_pointer, bias_pointer,
     row, column, inside, rows, width, row_stride,
-    PRODUCER: tl.constexpr, KIND: tl.constexpr,
+    PRODUCER: tl.constexpr, KIND: tl.constexpr, TOPK: tl.constexpr,
 ):  # fmt: skip
-    """Return a tile of what is cast, its second part (of `gated_backward`) and the product act(gate) * up, in fp32.
+    """Return a tile of what is cast, its second part (of `gated_backward`), the product act(gate) * up, and the product
+    times its gradient, in fp32.
 
-    first_pointer: of gates, gate and up, (rows, 2 width), else (rows, width). second_pointer: of `gated_backward`, the
-    gradient of the product, (rows, width); of a norm, fp32 (rows,), its inverse root mean square or deviation.
-    gain_pointer (width,): of a norm. mean_pointer (rows,), fp32, and bias_pointer (width,): of `layer_norm`.
+    first_pointer: of gates, gate and up, (rows, 2 width), else (rows, width); of `gather` (tokens, width).
+    second_pointer: of a backward, the gradient of the product, (rows, width); of a norm, fp32 (rows,), its inverse root
+    mean square or deviation; of `gather` the assignment of each row, int32 (rows,), TOPK of a token.
+    gain_pointer (width,): of a norm. mean_pointer (rows,), fp32, and bias_pointer (width,): of `layer_norm`. Of an
+    activation with TOPK: gain_pointer, factors of product and gradient by assignment; mean_pointer, as of `gather`.
     """
+    assignment = row
+    factor = 1.0
+    if PRODUCER == "gather":
+        assignment = tl.load(second_pointer + row, mask=row < rows, other=-1)
+        inside = inside & (assignment >= 0)
+        row = assignment // TOPK
+    if TOPK and PRODUCER != "gather":
+        assignment = tl.load(mean_pointer + row, mask=row < rows, other=-1)
+        inside = inside & (assignment >= 0)
     place = first_pointer + row.to(tl.int64) * row_stride + column
     value = tl.load(place, mask=inside, other=0.0).to(tl.float32)
     second = value
     product = value
+    dot = value
     if PRODUCER == "rms_norm" or PRODUCER == "layer_norm":
         if PRODUCER == "layer_norm":
             value -= tl.load(mean_pointer + row, mask=row < rows, other=0.0)
@@ -79,27 +92,36 @@ def _produce(
         if PRODUCER == "layer_norm":
             value += tl.load(bias_pointer + column, mask=column < width, other=0.0).to(tl.float32)
         value = tl.where(inside, value, 0.0)
-    elif PRODUCER == "activation":
-        value, _ = activation_with_derivative(value, KIND)
-    elif PRODUCER != "none":
+    elif PRODUCER != "none" and PRODUCER != "gather":
         active, slope = activation_with_derivative(value, KIND)
-        up = tl.load(place + width, mask=inside, other=0.0).to(tl.float32)
-        product = active * up
-        value = product
-        if PRODUCER == "gated_backward":
+        product = active
+        if PRODUCER == "gated" or PRODUCER == "gated_backward":
+            up = tl.load(place + width, mask=inside, other=0.0).to(tl.float32)
+            product = active * up
+            slope *= up
+        if TOPK:
+            factor = tl.load(gain_pointer + assignment, mask=assignment >= 0, other=0.0).to(tl.float32)
+        if PRODUCER == "gated_backward" or PRODUCER == "activation_backward":
             outer = second_pointer + row.to(tl.int64) * width + column
             outer = tl.load(outer, mask=inside, other=0.0).to(tl.float32)
-            value = outer * up * slope
+            dot = outer * product
+            if TOPK:
+                outer *= factor
             second = outer * active
-    return value, second, product
+            value = outer * slope
+        if TOPK:
+            product *= factor
+        if PRODUCER == "activation" or PRODUCER == "gated":
+            value = product
+    return value, second, product, dot
 
 
 @jit
 def amax_kernel(
     first_pointer, second_pointer, gain_pointer, mean_pointer, bias_pointer, row_amax_pointer, column_amax_pointer,
     rows, width, row_stride,
-    PRODUCER: tl.constexpr, KIND: tl.constexpr, PER_ROW: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    PRODUCER: tl.constexpr, KIND: tl.constexpr, TOPK: tl.constexpr, PER_ROW: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Take the maxima of one tile per program into int32 buffers of zeros.
 
@@ -109,9 +131,9 @@ def amax_kernel(
     row = (tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M))[:, None]
     column = (tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N))[None, :]
     inside = (row < rows) & (column < width)
-    value, second, _ = _produce(
+    value, second, _, _ = _produce(
         first_pointer, second_pointer, gain_pointer, mean_pointer, bias_pointer, row, column, inside, rows, width,
-        row_stride, PRODUCER, KIND,
+        row_stride, PRODUCER, KIND, TOPK,
     )  # fmt: skip
     bits = _magnitude(value)
     second_bits = bits
@@ -181,27 +203,32 @@ def cast_kernel(
     first_pointer, second_pointer, gain_pointer, mean_pointer, bias_pointer,
     row_amax_pointer, column_amax_pointer, product_amax_pointer,
     data_pointer, scale_pointer, transposed_pointer, transposed_scale_pointer,
-    product_pointer, product_scale_pointer, rows, width, padded_rows, row_stride, scale_stride, transposed_scale_stride,
-    PRODUCER: tl.constexpr, KIND: tl.constexpr, GRANULARITY: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    PRODUCT: tl.constexpr, MAX: tl.constexpr, PRODUCT_MAX: tl.constexpr, FACTOR: tl.constexpr,
+    product_pointer, product_scale_pointer, dots_pointer, rows, width, padded_rows, row_stride, scale_stride,
+    transposed_scale_stride,
+    PRODUCER: tl.constexpr, KIND: tl.constexpr, TOPK: tl.constexpr, GRANULARITY: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, PRODUCT: tl.constexpr, MAX: tl.constexpr, PRODUCT_MAX: tl.constexpr, FACTOR: tl.constexpr,
     POWER_OF_TWO: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Cast one tile per program, in the layouts asked for.
 
     The amaxes are int32 bits, (1,), for `row` (rows,) and (parts * width,); parts is 2 for `gated_backward`.
     data_pointer (ROWS): (rows, parts * width). transposed_pointer (COLUMNS): (parts * width, padded_rows).
-    product_pointer (PRODUCT, of `gated_backward`): the transpose of act(gate) * up, (width, padded_rows).
+    product_pointer (PRODUCT, of a backward): the transpose of act(gate) * up, (width, padded_rows).
+    dots_pointer (of a backward with TOPK): sums over the tile of the product times its gradient, (column tiles, rows).
     Scales are in the layout of `Quantized`.
     """
     row_tile, column_tile = tl.program_id(0), tl.program_id(1)
     row = (row_tile * BLOCK_M + tl.arange(0, BLOCK_M))[:, None]
     column = (column_tile * BLOCK_N + tl.arange(0, BLOCK_N))[None, :]
     inside = (row < rows) & (column < width)
-    value, second, product = _produce(
+    value, second, product, dot = _produce(
         first_pointer, second_pointer, gain_pointer, mean_pointer, bias_pointer, row, column, inside, rows, width,
-        row_stride, PRODUCER, KIND,
+        row_stride, PRODUCER, KIND, TOPK,
     )  # fmt: skip
     gradients: tl.constexpr = PRODUCER == "gated_backward"
+    if TOPK and (gradients or PRODUCER == "activation_backward"):
+        place = row_tile * BLOCK_M + tl.arange(0, BLOCK_M)
+        tl.store(dots_pointer + column_tile.to(tl.int64) * rows + place, tl.sum(dot, axis=1), mask=place < rows)
     whole = 2 * width if gradients else width
     if ROWS:
         _store_cast(
@@ -212,9 +239,9 @@ def cast_kernel(
     again: tl.constexpr = GRANULARITY == "tile" or GRANULARITY == "block"
     if COLUMNS:
         if ROWS and again:
-            value, _, _ = _produce(
+            value, _, _, _ = _produce(
                 first_pointer, second_pointer, gain_pointer, mean_pointer, bias_pointer, row, column, inside, rows,
-                width, row_stride, PRODUCER, KIND,
+                width, row_stride, PRODUCER, KIND, TOPK,
             )  # fmt: skip
         _store_cast(
             tl.trans(value), column_amax_pointer, transposed_pointer, transposed_scale_pointer, column_tile, row_tile,
@@ -223,9 +250,9 @@ def cast_kernel(
         )  # fmt: skip
     if gradients:
         if again:
-            _, second, _ = _produce(
+            _, second, _, _ = _produce(
                 first_pointer, second_pointer, gain_pointer, mean_pointer, bias_pointer, row, column, inside, rows,
-                width, row_stride, PRODUCER, KIND,
+                width, row_stride, PRODUCER, KIND, TOPK,
             )  # fmt: skip
         if ROWS:
             _store_cast(
@@ -234,9 +261,9 @@ def cast_kernel(
             )  # fmt: skip
         if COLUMNS:
             if ROWS and again:
-                _, second, _ = _produce(
+                _, second, _, _ = _produce(
                     first_pointer, second_pointer, gain_pointer, mean_pointer, bias_pointer, row, column, inside,
-                    rows, width, row_stride, PRODUCER, KIND,
+                    rows, width, row_stride, PRODUCER, KIND, TOPK,
                 )  # fmt: skip
             _store_cast(
                 tl.trans(second), column_amax_pointer, transposed_pointer, transposed_scale_pointer, column_tile,
@@ -245,9 +272,9 @@ def cast_kernel(
             )  # fmt: skip
     if PRODUCT:
         if again:
-            _, _, product = _produce(
+            _, _, product, _ = _produce(
                 first_pointer, second_pointer, gain_pointer, mean_pointer, bias_pointer, row, column, inside, rows,
-                width, row_stride, PRODUCER, KIND,
+                width, row_stride, PRODUCER, KIND, TOPK,
             )  # fmt: skip
         _store_cast(
             tl.trans(product), product_amax_pointer, product_pointer, product_scale_pointer, column_tile, row_tile,
@@ -265,23 +292,35 @@ def amax_block() -> dict[str, int]:
     )
 
 
-def cast_block(granularity: str, producer: str) -> dict[str, int]:
+def cast_block(granularity: str, producer: str, *, of_experts: bool = False) -> dict[str, int]:
     """Return the tile of a program of the cast, and its warps."""
     wide = granularity == "block" or producer in ("gated_backward", "layer_norm")
     if granularity in ("tile", "block"):
         return {"BLOCK_M": TILE, "BLOCK_N": TILE, "num_warps": 16 if wide else 8}
     if INTERPRETED:
         return {"BLOCK_M": 32, "BLOCK_N": 32, "num_warps": 4}
-    return {"BLOCK_M": 64 if producer == "gated_backward" else 128, "BLOCK_N": 64, "num_warps": 8}
+    if producer == "gated_backward":
+        return {"BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 16 if of_experts and granularity == "tensor" else 8}
+    return {"BLOCK_M": 128, "BLOCK_N": 64, "num_warps": 8}
 
 
-def _operands(tensors: list[Tensor], producer: str) -> tuple[tuple[Tensor | None, ...], int, int]:
-    """Return the five operands of `_produce`, with rows that are contiguous, and the rows and width of their tiles."""
-    first, *others = tensors
+def _operands(tensors: list[Tensor], producer: str) -> tuple[tuple[Tensor | None, ...], int, int, int]:
+    """Return the five operands of `_produce`, with contiguous rows, the rows and width of their tiles, and TOPK."""
+    first, others = tensors[0], list[Tensor | None](tensors[1:])
     first = first if first.stride(1) == 1 else first.contiguous()
-    second, gain, mean, bias = (*(tensor.contiguous() for tensor in others), *(None,) * (4 - len(others)))
+    height, topk = first.shape[0], 0
+    if producer == "gather":
+        _, order, places = tensors
+        others, height, topk = [order], order.shape[0], places.shape[1]
+    elif not producer.endswith("norm") and len(others) > 1:  # of experts
+        order, gates = tensors[-2:]
+        others, topk = [others[0] if producer.endswith("backward") else None, gates, order], gates.shape[1]
+    second, gain, mean, bias = (
+        *(None if tensor is None else tensor.contiguous() for tensor in others),
+        *(None,) * (4 - len(others)),
+    )
     parts = 2 if producer.startswith("gated") else 1
-    return (first, second, gain, mean, bias), first.shape[0], first.shape[1] // parts
+    return (first, second, gain, mean, bias), height, first.shape[1] // parts, topk
 
 
 def _row_stride(operands: tuple[Tensor | None, ...]) -> int:
@@ -293,7 +332,7 @@ def triton_amax(
     tensors: list[Tensor], producer: str, activation: str, granularity: str, rows: bool, columns: bool
 ) -> tuple[Tensor, Tensor]:
     """Launch the kernel of the maxima; arguments and result as `quantize.amaxes`, without tiles and blocks."""
-    operands, height, width = _operands(tensors, producer)
+    operands, height, width, topk = _operands(tensors, producer)
     first = tensors[0]
     per_row = granularity == "row"
     whole = 2 * width if producer == "gated_backward" else width
@@ -304,7 +343,7 @@ def triton_amax(
         grid = (triton.cdiv(height, block["BLOCK_M"]), triton.cdiv(width, block["BLOCK_N"]))
         amax_kernel[grid](
             *operands, row_bits, column_bits, height, width, _row_stride(operands),
-            PRODUCER=producer, KIND=activation, PER_ROW=per_row, ROWS=rows, COLUMNS=columns,
+            PRODUCER=producer, KIND=activation, TOPK=topk, PER_ROW=per_row, ROWS=rows, COLUMNS=columns,
             enable_fp_fusion=True, **block,
         )  # fmt: skip
     return row_bits.view(torch.float32), column_bits.view(torch.float32)
@@ -324,9 +363,9 @@ def triton_cast(
     columns: bool,
     product_amax: Tensor | None = None,
     product_format: str = "",
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Launch the kernel of the casts; arguments and results as the custom operation in `quantize`."""
-    operands, height, width = _operands(tensors, producer)
+    operands, height, width, topk = _operands(tensors, producer)
     first = tensors[0]
     whole = 2 * width if producer == "gated_backward" else width
     padded = height + padding(height, granularity)
@@ -339,16 +378,18 @@ def triton_cast(
     )
     if granularity == "tensor":
         column_amax = row_amax
-    block = cast_block(granularity, producer)
+    block = cast_block(granularity, producer, of_experts=topk > 0)
     grid = (triton.cdiv(padded, block["BLOCK_M"]), triton.cdiv(width, block["BLOCK_N"]))
+    has_dots = topk > 0 and producer.endswith("backward")
+    dots = first.new_empty((grid[1], height) if has_dots else 0, dtype=torch.float32)
     if not padded * width:
-        return results
+        return *results, dots.sum(0) if has_dots else dots
     cast_kernel[grid](
         *operands, *(None if x is None else x.view(torch.int32) for x in (row_amax, column_amax, product_amax)),
-        *results, height, width, padded, _row_stride(operands), results[1].stride(0), results[3].stride(0),
-        PRODUCER=producer, KIND=activation, GRANULARITY=granularity, ROWS=rows, COLUMNS=columns,
+        *results, dots, height, width, padded, _row_stride(operands), results[1].stride(0), results[3].stride(0),
+        PRODUCER=producer, KIND=activation, TOPK=topk, GRANULARITY=granularity, ROWS=rows, COLUMNS=columns,
         PRODUCT=bool(product_format), MAX=MAX_VALUE[format],  # type: ignore[index]
         PRODUCT_MAX=MAX_VALUE[product_format or format],  # type: ignore[index]
         FACTOR=2.0**margin, POWER_OF_TWO=power_of_two, enable_fp_fusion=True, **block,
     )  # fmt: skip
-    return results
+    return *results, dots.sum(0) if has_dots else dots

@@ -16,7 +16,7 @@ from ..activations import FUSED_ACTIVATIONS
 from ..gated_activation import gated_activation
 from .linear import check_weight, fp8_linear
 from .operands import Producer, Quantized, Source, source_arguments
-from .quantize import Reduce, amaxes, quantize, quantize_gated_gradient
+from .quantize import Reduce, amaxes, quantize, quantize_backward
 from .recipe import TILE, Fp8Recipe
 from .scaled_matmul import scaled_matmul
 from .weight_cast import WeightCast, backward_cast, cast_tensors, forward_cast
@@ -64,7 +64,7 @@ class _Fp8GatedMLP(torch.autograd.Function):
         assert outer.rows is not None
         down_columns = backward_cast(tuple(weights[3:]), recipe, ctx.weight_reduce)
         product_gradient = scaled_matmul(outer.rows, down_columns, ctx.input_dtype, **options)
-        inner, product = quantize_gated_gradient(
+        inner, product, _ = quantize_backward(
             Source("gated_backward", (gate_up, product_gradient), ctx.activation), recipe,
             product_amax if needs_down else None, rows=needs_inputs, columns=needs_up, reduce=ctx.reduce,
         )  # fmt: skip

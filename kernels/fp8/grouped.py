@@ -1,8 +1,8 @@
 """Grouped matmuls in fp8: rows sorted by expert times the matrix of their expert, and its gradient, without host syncs.
 
 R rows, E experts; expert e has the rows from ends[e - 1] to ends[e]. The gradients of the matrices contract rows, which
-fp8 operands hold along their own rows: `aligned_assignments` lets every expert begin at a multiple of 16 rows, of 128
-for scales of tiles, with empty rows between.
+fp8 operands hold along their own rows: experts begin at multiples of 16 rows (`expert_rows`). At multiples of 128 the
+kernels for Hopper run (`hopper_grouped`), else Triton's.
 """
 
 from __future__ import annotations
@@ -13,55 +13,30 @@ import torch
 from torch import Tensor
 
 from ..launch import INTERPRETED, triton, triton_runs_on
-from ..moe.assignments import Assignments
 from ..moe.grouped_matmul import _programs
 from ..moe.tile_configs import device_capability, has_few_rows
 from ..moe.tile_map import find_tiles
 from .grouped_kernels import grouped_fp8_kernel, grouped_fp8_outer_kernel, grouped_tile
+from .hopper_launch import hopper_grouped_fp8, hopper_grouped_fp8_outer, uses_hopper
 from .operands import Quantized, dequantize, row_multiple
-from .recipe import TILE, Granularity
-
-
-def aligned_assignments(assignments: Assignments, granularity: Granularity) -> Assignments:
-    """Return the assignments with empty rows at the end of each expert, so that the next begins where fp8 reads it.
-
-    Args:
-        assignments: from `sorted_assignments`, T k rows.
-        granularity: of the scales of the rows.
-
-    Returns:
-        Those of R rows, T k with (multiple - 1) more for each expert, rounded up to the multiple.
-    """
-    order, ends, places = assignments
-    multiple = row_multiple(granularity)
-    starts = torch.cat((ends.new_zeros(1), ends[:-1]))
-    padded_ends = ((ends - starts + multiple - 1) // multiple * multiple).cumsum(0, dtype=torch.int32)
-    shifts = torch.cat((ends.new_zeros(1), padded_ends[:-1])) - starts
-    count = order.shape[0] + ends.shape[0] * (multiple - 1)
-    count = (count + multiple - 1) // multiple * multiple
-    rows = torch.arange(order.shape[0], dtype=torch.int32, device=order.device)
-    expert = torch.searchsorted(ends, rows, right=True, out_int32=True).clamp(max=ends.shape[0] - 1)
-    target = torch.where(order >= 0, rows + shifts[expert], count)  # empty rows go to a place that is cut off
-    padded = torch.full((count + 1,), -1, dtype=torch.int32, device=order.device)
-    padded = padded.scatter(0, target.long(), order)[:-1]
-    place = places.clamp(min=0)
-    moved = place + shifts[expert[place.long()]] if order.shape[0] else place
-    return Assignments(padded, padded_ends, torch.where(places >= 0, moved, -1))
-
+from .recipe import TILE
+from .reference import reference_amax
 
 # ---------------------------------------------------------------- Triton
 
 
 def triton_grouped_fp8(
-    a: Quantized, b: Quantized, ends: Tensor, width: int, out_dtype: torch.dtype, *, fast_accumulation: bool = False
-) -> Tensor:
+    a: Quantized, b: Quantized, ends: Tensor, width: int, out_dtype: torch.dtype, *, fast_accumulation: bool = False,
+    row_amax: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Launch the kernel of `grouped_scaled_matmul`."""
     rows, depth = a.data.shape
     experts = ends.shape[0]
     stacked = b.data.shape[1] == depth  # else side by side
     out = a.data.new_empty(rows, width, dtype=out_dtype)
+    largest = a.data.new_zeros(rows * row_amax, dtype=torch.int32)
     if not out.numel():
-        return out
+        return out, largest.view(torch.float32)
     capability = device_capability(a.data.device)
     few_rows = has_few_rows(rows, experts)
     tile = grouped_tile(
@@ -74,13 +49,13 @@ def triton_grouped_fp8(
     if b.granularity == "block":
         scale_stride = width // TILE * block_stride if stacked else depth // TILE
     grouped_fp8_kernel[grid](
-        a.data, b.data, a.scale, b.scale, out, ends, tiles.experts, tiles.rows, tiles.num_tiles,
+        a.data, b.data, a.scale, b.scale, out, largest, ends, tiles.experts, tiles.rows, tiles.num_tiles,
         rows, experts, width, depth, width * depth if stacked else depth, b.data.stride(0), scale_stride, block_stride,
-        A_SCALES=a.granularity, B_SCALES=b.granularity, FAST=fast_accumulation,
+        A_SCALES=a.granularity, B_SCALES=b.granularity, FAST=fast_accumulation, ROW_AMAX=row_amax,
         EVEN_DEPTH=depth % tile["BLOCK_K"] == 0, EVEN_WIDTH=width % tile["BLOCK_N"] == 0,
         enable_fp_fusion=True, **tile,
     )  # fmt: skip
-    return out
+    return out, largest.view(torch.float32)
 
 
 def triton_grouped_fp8_outer(
@@ -124,38 +99,44 @@ def _expert_matrices(b: Quantized, experts: int, depth: int, dtype: torch.dtype)
 @torch.library.custom_op("stoker::fp8_grouped_matmul", mutates_args=())
 def _grouped(
     a: Tensor, a_scale: Tensor, a_granularity: str, b: Tensor, b_scale: Tensor, b_granularity: str, ends: Tensor,
-    width: int, out_dtype: torch.dtype, fast_accumulation: bool,
-) -> Tensor:  # fmt: skip
+    width: int, out_dtype: torch.dtype, fast_accumulation: bool, multiple: int, row_amax: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     left: Any = Quantized(a, a_scale, a_granularity)  # type: ignore[arg-type]
     right: Any = Quantized(b, b_scale, b_granularity)  # type: ignore[arg-type]
     if _use_triton(a, out_dtype):
-        return triton_grouped_fp8(left, right, ends, width, out_dtype, fast_accumulation=fast_accumulation)
+        hopper = uses_hopper(left, right, out_dtype, multiple, a.shape[1], width)
+        launch = hopper_grouped_fp8 if hopper else triton_grouped_fp8
+        return launch(left, right, ends, width, out_dtype, fast_accumulation=fast_accumulation, row_amax=row_amax)
     dtype = torch.promote_types(out_dtype, torch.float32)
     rows, matrices = dequantize(left, dtype), _expert_matrices(right, ends.shape[0], a.shape[1], dtype)
     out, first = rows.new_zeros(a.shape[0], width), 0
     for expert, end in enumerate(ends.tolist()):
         out[first:end] = rows[first:end] @ matrices[expert].t()
         first = end
-    return out.to(out_dtype)
+    out = out.to(out_dtype)
+    return out, reference_amax(out, "row") if row_amax else out.new_empty(0, dtype=torch.float32)
 
 
 @_grouped.register_fake
 def _(
     a: Tensor, a_scale: Tensor, a_granularity: str, b: Tensor, b_scale: Tensor, b_granularity: str, ends: Tensor,
-    width: int, out_dtype: torch.dtype, fast_accumulation: bool,
-) -> Tensor:  # fmt: skip
-    return a.new_empty(a.shape[0], width, dtype=out_dtype)
+    width: int, out_dtype: torch.dtype, fast_accumulation: bool, multiple: int, row_amax: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    largest = a.new_empty(a.shape[0] * row_amax, dtype=torch.float32)
+    return a.new_empty(a.shape[0], width, dtype=out_dtype), largest
 
 
 @torch.library.custom_op("stoker::fp8_grouped_outer", mutates_args=())
 def _outer(
     a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, granularity: str, ends: Tensor, out_dtype: torch.dtype,
-    fast_accumulation: bool,
+    fast_accumulation: bool, multiple: int,
 ) -> Tensor:  # fmt: skip
     left: Any = Quantized(a, a_scale, granularity)  # type: ignore[arg-type]
     right: Any = Quantized(b, b_scale, granularity)  # type: ignore[arg-type]
     if _use_triton(a, out_dtype):
-        return triton_grouped_fp8_outer(left, right, ends, out_dtype, fast_accumulation=fast_accumulation)
+        hopper = uses_hopper(left, right, out_dtype, multiple, a.shape[0], b.shape[0])
+        launch = hopper_grouped_fp8_outer if hopper else triton_grouped_fp8_outer
+        return launch(left, right, ends, out_dtype, fast_accumulation=fast_accumulation)
     dtype = torch.promote_types(out_dtype, torch.float32)
     wide, deep, first, out = dequantize(left, dtype), dequantize(right, dtype), 0, []
     for end in ends.tolist():
@@ -167,7 +148,7 @@ def _outer(
 @_outer.register_fake
 def _(
     a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, granularity: str, ends: Tensor, out_dtype: torch.dtype,
-    fast_accumulation: bool,
+    fast_accumulation: bool, multiple: int,
 ) -> Tensor:  # fmt: skip
     return a.new_empty(ends.shape[0], a.shape[0], b.shape[0], dtype=out_dtype)
 
@@ -176,8 +157,16 @@ def _(
 
 
 def grouped_scaled_matmul(
-    a: Quantized, b: Quantized, ends: Tensor, width: int, out_dtype: torch.dtype, *, fast_accumulation: bool = False
-) -> Tensor:
+    a: Quantized,
+    b: Quantized,
+    ends: Tensor,
+    width: int,
+    out_dtype: torch.dtype,
+    *,
+    fast_accumulation: bool = False,
+    multiple: int = 1,
+    row_amax: bool = False,
+) -> tuple[Tensor, Tensor]:
     """Multiply each row by the transposed matrix of its expert.
 
     Args:
@@ -188,24 +177,34 @@ def grouped_scaled_matmul(
         width: N.
         out_dtype: dtype of the result; fp64 is computed in fp64.
         fast_accumulation: as in `scaled_matmul`.
+        multiple: a divisor of R and all ends.
+        row_amax: return the largest magnitudes of the rows of the result.
 
     Returns:
-        (R, N); rows after ends[-1] are 0. Not differentiable.
+        The result, (R, N), whose rows after ends[-1] are 0, and with `row_amax` the magnitudes, (R,), fp32, else empty.
+        Not differentiable.
     """
     assert b.granularity != "block" or (width if b.data.shape[1] == a.data.shape[1] else a.data.shape[1]) % TILE == 0
-    return _grouped(*a, *b, ends, width, out_dtype, fast_accumulation)
+    return _grouped(*a, *b, ends, width, out_dtype, fast_accumulation, multiple, row_amax)
 
 
 def grouped_scaled_outer(
-    a: Quantized, b: Quantized, ends: Tensor, out_dtype: torch.dtype, *, fast_accumulation: bool = False
+    a: Quantized,
+    b: Quantized,
+    ends: Tensor,
+    out_dtype: torch.dtype,
+    *,
+    fast_accumulation: bool = False,
+    multiple: int = 1,
 ) -> Tensor:
     """Sum a[:, r] b[:, r]^T over the rows r of each expert: (E, M, N), 0 for an expert without rows.
 
     Args:
-        a: transposed rows, (M, R), of experts from `aligned_assignments`.
+        a: transposed rows, (M, R), of experts from `expert_rows.aligned_assignments`.
         b: likewise, (N, R), with scales of the same granularity.
         ends: exclusive end row of each expert, (E,) int32, multiples of `operands.row_multiple`.
         out_dtype: as in `grouped_scaled_matmul`.
         fast_accumulation: as in `scaled_matmul`.
+        multiple: as in `grouped_scaled_matmul`.
     """
-    return _outer(a.data, a.scale, b.data, b.scale, a.granularity, ends, out_dtype, fast_accumulation)
+    return _outer(a.data, a.scale, b.data, b.scale, a.granularity, ends, out_dtype, fast_accumulation, multiple)

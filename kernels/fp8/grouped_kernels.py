@@ -10,6 +10,7 @@ from typing import Any
 
 from ..launch import _INTERPRETED_IN_KERNEL, jit, rounded, tl
 from ..moe.grouped_kernels import _tile_position
+from .cast_kernels import _magnitude
 
 
 @jit
@@ -32,18 +33,19 @@ def _load(pointers, first, stop, inside, MASKED: tl.constexpr):
 
 @jit
 def grouped_fp8_kernel(
-    a_pointer, b_pointer, a_scale_pointer, b_scale_pointer, out_pointer,
+    a_pointer, b_pointer, a_scale_pointer, b_scale_pointer, out_pointer, row_amax_pointer,
     ends_pointer, tile_experts_pointer, tile_rows_pointer, tile_count_pointer,
     rows, experts, width, depth, b_expert_stride, b_row_stride, b_scale_expert_stride, b_scale_row_stride,
-    A_SCALES: tl.constexpr, B_SCALES: tl.constexpr, FAST: tl.constexpr, EVEN_DEPTH: tl.constexpr,
-    EVEN_WIDTH: tl.constexpr, GROUP_M: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    A_SCALES: tl.constexpr, B_SCALES: tl.constexpr, FAST: tl.constexpr, ROW_AMAX: tl.constexpr,
+    EVEN_DEPTH: tl.constexpr, EVEN_WIDTH: tl.constexpr, GROUP_M: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Compute out[r] = a[r] @ b[e(r)]^T, 0 in rows after the last expert's; persistent programs.
 
     a_pointer: (rows, depth). b_pointer: (experts, width, depth), the depth contiguous. out_pointer: (rows, width).
     A_SCALES: `tensor` (1,), `row` (rows,), `tile` (depth / 128, rows). B_SCALES: `tensor` (1,), `row` (experts, width),
-    `block` (experts, width / 128, depth / 128), or of one expert `tile` (depth / 128, width).
+    `block` (experts, width / 128, depth / 128), or of one expert `tile` (depth / 128, width). row_amax_pointer
+    (ROW_AMAX): (rows,) int32 bits of zeros, which become the largest magnitudes of the rows of the result.
     """
     row_tiles = tl.load(tile_count_pointer)
     column_tiles = tl.cdiv(width, BLOCK_N)
@@ -93,7 +95,11 @@ def grouped_fp8_kernel(
             total = total * (left_scale[:, None] * right_scale[None, :])
         total = tl.where(used, total, 0.0)
         out = out_pointer + row.to(tl.int64)[:, None] * width + column[None, :]
-        tl.store(out, rounded(total, out_pointer.dtype.element_ty), mask=inside[:, None] & in_width[None, :])
+        value = rounded(total, out_pointer.dtype.element_ty)
+        tl.store(out, value, mask=inside[:, None] & in_width[None, :])
+        if ROW_AMAX:
+            largest = tl.max(tl.where(in_width[None, :], _magnitude(value.to(tl.float32)), 0), axis=1)
+            tl.atomic_max(row_amax_pointer + row, largest, mask=inside, sem="relaxed")
 
 
 @jit
@@ -164,7 +170,8 @@ def grouped_tile(
     if capability is None:
         m, n, k, warps, stages = (16, 128, 128, 4, 1) if tiles else (16, 32, 32, 4, 1)
     elif 90 <= capability < 120:  # 227 KB of shared memory
-        m, n, k, warps, stages = (128, 128, 128, 8, 4) if two_sums else (128, 256, 128, 8, 3)
+        wide = capability < 100 and not two_sums
+        m, n, k, warps, stages = (128, 256, 128, 8, 3) if wide else (128, 128, 128, 8, 4)
     else:
         m, n, k, warps, stages = (128, 128, 128, 8, 2) if tiles else (128, 128, 64, 8, 3)
     if few_rows and kind == "rows" and capability is not None:

@@ -10,7 +10,9 @@ from torch import Tensor
 from .recipe import TILE, Format, Granularity
 
 DTYPES: dict[Format, torch.dtype] = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
-Producer = Literal["none", "activation", "gated", "gated_backward", "rms_norm", "layer_norm"]
+Producer = Literal[
+    "none", "gather", "activation", "gated", "activation_backward", "gated_backward", "rms_norm", "layer_norm"
+]
 
 
 class Quantized(NamedTuple):
@@ -45,9 +47,12 @@ class Source(NamedTuple):
     """Operand of a cast: a matrix, or what an elementwise producer makes of others, which the casts compute.
 
     Attributes:
-        producer: `none`, the tensor (M, K); `activation`, act(x) of (M, K); `gated`, act(gate) * up of [gate | up],
-            (M, 2 K); `gated_backward`, the gradient of [gate | up], of [gate | up] (M, K) and the gradient of
-            act(gate) * up, (M, K / 2); `rms_norm`, of its input (M, K), inverse root mean squares (M,), fp32, and gain
+        producer: `none`, the tensor (M, K); `gather`, the token of each row, of tokens (T, K), assignments of rows (M,)
+            and rows of assignments (T, k), see `moe.assignments`; `activation`, act(x) of (M, K); `gated`, act(gate)
+            * up of [gate | up], (M, 2 K); `activation_backward`, the gradient of x, of x (M, K) and the gradient of
+            act(x), (M, K); `gated_backward`, the gradient of [gate | up], of [gate | up] (M, K) and the gradient of
+            act(gate) * up, (M, K / 2); these four, of experts, times the gate of the row: also of assignments of rows
+            (M,) and gates (T, k); `rms_norm`, of its input (M, K), inverse root mean squares (M,), fp32, and gain
             (K,); `layer_norm`, of input, inverse deviations, gain, means (M,), fp32, and bias (K,).
         tensors: these.
         activation: a name in `activations.FUSED_ACTIVATIONS`; "" for `none` and norms.
@@ -63,9 +68,11 @@ def source_arguments(source: Source | None) -> tuple[Producer | None, str, *tupl
     return (None, "") if source is None else (source.producer, source.activation, *source.tensors)
 
 
-def source_shape(producer: str, tensor: Tensor) -> tuple[int, int]:
-    """Return (M, K) of what a producer makes of its first tensor."""
-    return tensor.shape[0], tensor.shape[1] // 2 if producer == "gated" else tensor.shape[1]
+def source_shape(producer: str, tensors: list[Tensor]) -> tuple[int, int]:
+    """Return (M, K) of what a producer makes of its tensors."""
+    first = tensors[0]
+    height = tensors[1].shape[0] if producer == "gather" else first.shape[0]
+    return height, first.shape[1] // 2 if producer == "gated" else first.shape[1]
 
 
 def dequantize(matrix: Quantized, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -9,7 +9,7 @@ of a matrix and of its transpose. Each is the rounded quotient of the values and
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +19,7 @@ from ..launch import triton_runs_on
 from .cast_kernels import triton_amax, triton_cast
 from .operands import DTYPES, Quantized, QuantizedPair, Source, empty_cast, padding, source_shape
 from .recipe import MAX_VALUE, Format, Fp8Recipe, Granularity
-from .reference import produce, reference_amax, reference_cast
+from .reference import produce, reference_amax, reference_cast, row_dots
 
 Reduce = Callable[[Tensor], Tensor]
 """Elementwise maximum over ranks of int32 tensors: the bits of amaxes, whose order is theirs, with NaN the largest."""
@@ -54,7 +54,7 @@ def _eager_amax(values: Tensor, granularity: str, rows: bool, columns: bool) -> 
 def _(
     tensors: list[Tensor], producer: str, activation: str, granularity: str, rows: bool, columns: bool
 ) -> tuple[Tensor, Tensor]:
-    height, width = source_shape(producer, tensors[0])
+    height, width = source_shape(producer, tensors)
     sizes = (1, 0) if granularity == "tensor" else (height * rows, width * columns)
     first, second = (tensors[0].new_empty(size, dtype=torch.float32) for size in sizes)
     return first, second
@@ -75,10 +75,11 @@ def _cast(
     columns: bool,
     product_amax: Tensor | None = None,
     product_format: str = "",
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return data and scale of the cast of the matrix, then of its transpose; empty where not requested.
 
-    With `product_format`, of `gated_backward`, also of the transpose of act(gate) * up, with this amax.
+    With `product_format`, of a backward, also of the transpose of act(gate) * up, with this amax. Last, of a backward
+    with gates, the sum over each row of the product, without the gate, times its gradient.
     """
     if triton_runs_on(tensors[0]):
         return triton_cast(
@@ -100,7 +101,7 @@ def _cast(
         if len(results):
             matrix = F.pad(matrix, (0, padding(matrix.shape[1], granularity)))
         results += reference_cast(matrix, amax, kind, granularity, margin, power_of_two)  # type: ignore[arg-type]
-    return tuple(results)  # type: ignore[return-value]
+    return *results, row_dots(producer, tensors, activation)  # type: ignore[return-value]
 
 
 @_cast.register_fake
@@ -118,13 +119,16 @@ def _(
     columns: bool,
     product_amax: Tensor | None = None,
     product_format: str = "",
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    height, width = source_shape(producer, tensors[0])
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    height, width = source_shape(producer, tensors)
     padded, like = height + padding(height, granularity), tensors[0]
+    inner = width // 2 if producer == "gated_backward" else width
+    has_dots = producer.endswith("backward") and len(tensors) > 2
     return (
         *empty_cast(like, height, width, format, granularity, rows),
         *empty_cast(like, width, padded, format, granularity, columns),
-        *empty_cast(like, width // 2, padded, product_format or format, granularity, bool(product_format)),
+        *empty_cast(like, inner, padded, product_format or format, granularity, bool(product_format)),
+        like.new_empty(height * has_dots, dtype=torch.float64 if like.dtype == torch.float64 else torch.float32),
     )
 
 
@@ -203,7 +207,7 @@ def quantize(
     producer, tensors, activation = _parts(source)
     if amax is None:
         amax = amaxes(source, granularity, rows=rows, columns=columns, reduce=reduce)
-    data, scale, transposed, transposed_scale, _, _ = _cast(
+    data, scale, transposed, transposed_scale, *_ = _cast(
         tensors, producer, activation, *amax, format, granularity, margin, power_of_two, rows, columns
     )
     return QuantizedPair(
@@ -230,37 +234,56 @@ def transpose(matrix: Quantized) -> Quantized:
     return Quantized(data, scale, matrix.granularity)
 
 
-def quantize_gated_gradient(
+class BackwardCasts(NamedTuple):
+    """What the backward of an activation gives.
+
+    Attributes:
+        gradient: casts of the gradient of [gate | up], (M, 2 f), or of the activation's input, (M, f).
+        product: cast of the transpose of act(gate) * up, (f, M); None if not requested.
+        dots: of experts, the sum over each row of act(gate) * up times its gradient, both without the gate, (M,); else
+            empty.
+    """
+
+    gradient: QuantizedPair
+    product: Quantized | None
+    dots: Tensor
+
+
+def quantize_backward(
     source: Source,
     recipe: Fp8Recipe,
     product_amax: Tensor | None,
     *,
     rows: bool,
     columns: bool,
+    amax: tuple[Tensor, Tensor] | None = None,
     reduce: Reduce | None = None,
-) -> tuple[QuantizedPair, Quantized | None]:
-    """Cast the gradient of [gate | up], and the transpose of act(gate) * up, which the same pass computes.
+) -> BackwardCasts:
+    """Cast the gradient of an activation's input, and the transpose of its result, which the same pass computes.
 
     Args:
-        source: with the producer `gated_backward`.
+        source: with the producer `gated_backward` or `activation_backward`.
         recipe: the gradient has the format `backward`, the product `forward`.
-        product_amax: amax of the product, or for rowwise scales of its columns; None: no cast of it.
+        product_amax: amax of the product, for rowwise scales of its columns, of tiles empty; None: no cast of it.
         rows: cast the gradient.
         columns: cast its transpose.
-        reduce: as in `amaxes`.
+        amax: as in `quantize`.
+        reduce: as in `amaxes`, for an `amax` that is computed.
 
     Returns:
-        Casts of the gradient, (M, 2 f), and of the transposed product, (f, M).
+        The casts; not differentiable.
     """
     granularity = recipe.inputs
-    amax = amaxes(source, granularity, rows=rows, columns=columns, reduce=reduce)
+    if amax is None:
+        amax = amaxes(source, granularity, rows=rows, columns=columns, reduce=reduce)
     kind = "" if product_amax is None else recipe.forward
-    results = _cast(
+    *results, dots = _cast(
         list(source.tensors), source.producer, source.activation, *amax, recipe.backward, granularity,
         recipe.margin, recipe.power_of_two, rows, columns, product_amax, kind,
     )  # fmt: skip
     first, second, third = (Quantized(results[i], results[i + 1], granularity) for i in (0, 2, 4))
-    return QuantizedPair(first if rows else None, second if columns else None), third if kind else None
+    pair = QuantizedPair(first if rows else None, second if columns else None)
+    return BackwardCasts(pair, third if kind else None, dots)
 
 
 def _parts(source: Tensor | Source) -> tuple[Any, list[Tensor], str]:

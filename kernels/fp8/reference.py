@@ -71,22 +71,50 @@ def slope(inputs: Tensor, activation: str) -> Tensor:
 
 
 def produce(producer: str, tensors: list[Tensor], activation: str) -> tuple[Tensor, Tensor]:
-    """Return what is cast (`Source`), in fp32 (fp64) but for `none`, and for `gated_backward` also act(gate) * up."""
+    """Return what is cast (`Source`), in fp32 (fp64) but for `none` and `gather`, and for a backward also the product
+    act(gate) * up.
+    """
     if producer == "none":
         return tensors[0], tensors[0]
+    if producer == "gather":
+        hidden, order, places = tensors
+        if not hidden.shape[0]:  # of a rank that no token arrives at
+            rows = hidden.new_zeros(order.shape[0], hidden.shape[1])
+            return rows, rows
+        rows = torch.where((order >= 0)[:, None], hidden[order.clamp(min=0) // places.shape[1]], 0)
+        return rows, rows
     dtype = torch.promote_types(tensors[0].dtype, torch.float32)
-    if producer == "activation":
-        active = NONLINEARITIES[activation](tensors[0].to(dtype))
-        return active, active
     if producer in ("rms_norm", "layer_norm"):
         inputs, inverse, gain, *others = (tensor.to(dtype) for tensor in tensors)
         centred = inputs - others[0][:, None] if others else inputs
         normed = centred * inverse[:, None] * gain
         normed = normed + others[1] if others else normed
         return normed, normed
-    gate, up = tensors[0].to(dtype).chunk(2, dim=1)
-    active = NONLINEARITIES[activation](gate)
-    if producer == "gated":
-        return active * up, active * up
+    first, *up = (tensor.to(dtype) for tensor in tensors[0].chunk(2 if producer.startswith("gated") else 1, dim=1))
+    active = NONLINEARITIES[activation](first)
+    product, factor = active * up[0] if up else active, None
+    if len(tensors) > 2:  # of experts
+        factor = row_gates(*tensors[-2:]).to(dtype)[:, None]
+        product = torch.where(tensors[-2][:, None] >= 0, product * factor, 0)
+    if producer in ("activation", "gated"):
+        return product, product
     outer = tensors[1].to(dtype)
-    return torch.cat((outer * up * slope(gate, activation), outer * active), 1), active * up
+    outer = outer if factor is None else outer * factor
+    parts = (outer * up[0] * slope(first, activation), outer * active) if up else (outer * slope(first, activation),)
+    return torch.cat(parts, 1), product
+
+
+def row_gates(order: Tensor, gates: Tensor) -> Tensor:
+    """Return the gate of each row, 0 in an empty row."""
+    if not gates.numel():
+        return gates.new_zeros(order.shape)
+    return torch.where(order >= 0, gates.flatten()[order.clamp(min=0).long()], 0)
+
+
+def row_dots(producer: str, tensors: list[Tensor], activation: str) -> Tensor:
+    """Return, of a backward with gates, the sum over each row of act(gate) * up times its gradient, else nothing."""
+    dtype = torch.promote_types(tensors[0].dtype, torch.float32)
+    if not producer.endswith("backward") or len(tensors) < 3:
+        return tensors[0].new_empty(0, dtype=dtype)
+    product = produce("gated" if producer.startswith("gated") else "activation", tensors[:1], activation)[0]
+    return torch.where(tensors[2] >= 0, (product * tensors[1].to(dtype)).sum(1), 0)

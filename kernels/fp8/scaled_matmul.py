@@ -32,7 +32,7 @@ def _scaled_matmul(
             return _by_torch(left, right, out_dtype, fast_accumulation)
         if triton_runs_on(a) and left.granularity == "tile":
             ends = torch.full((1,), a.shape[0], dtype=torch.int32, device=a.device)
-            return triton_grouped_fp8(left, right, ends, b.shape[0], out_dtype)
+            return triton_grouped_fp8(left, right, ends, b.shape[0], out_dtype)[0]
     return emulated_matmul(left, right, out_dtype)
 
 

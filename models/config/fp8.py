@@ -112,8 +112,12 @@ class Fp8Slice:
 
     @property
     def expert_recipe(self) -> Fp8Recipe:
-        """Recipe of experts, which multiply by stoker's own kernels: those have no delayed scaling."""
-        return replace(self.recipe, scaling="tensorwise") if self.recipe.scaling == "delayed" else self.recipe
+        """Recipe of experts, which multiply by stoker's own kernels: those have no delayed scaling, and let the tensor
+        cores accumulate the products of the backward too, which changes no digit of their error that counts
+        (docs/fp8.md).
+        """
+        scaling: Scaling = "tensorwise" if self.recipe.scaling == "delayed" else self.recipe.scaling
+        return replace(self.recipe, scaling=scaling, fast_accumulation_backward=True)
 
     @property
     def description(self) -> str:

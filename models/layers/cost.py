@@ -407,9 +407,8 @@ class LayerMemory:
 
     @property
     def fp8_flops(self) -> float:
-        """Those of linear layers that multiply in fp8; experts do not save time in fp8 (docs/fp8.md)."""
-        linear = [matrix for matrix in self.weights.matrices if matrix.inputs != "expert rows"]
-        return Weights(tuple(filter(self.inputs.is_in_fp8, linear))).forward_flops(self.matmul_rows)
+        """Those of linear layers and experts that multiply in fp8."""
+        return Weights(tuple(filter(self.inputs.is_in_fp8, self.weights.matrices))).forward_flops(self.matmul_rows)
 
     @property
     def mlp_flops(self) -> float:

@@ -8,9 +8,8 @@ from typing import Self
 import torch
 from torch import Tensor, nn
 
-from ...kernels.fp8.recipe import TILE
+from ...kernels.fp8.expert_rows import expert_row_multiple
 from ...kernels.moe.routing import expert_capacity
-from ..config.fp8 import MULTIPLE
 from ..config.moe import MoESlice
 from ..config.stack import StackSlice
 from ..layers.cost import Matrix, PartMemory, SavedTensors, StackInputs, Weights
@@ -224,18 +223,20 @@ def moe_traffic(inputs: StackInputs, moe: MoESlice) -> tuple[Collective, ...]:
 
 
 def _expert_amax_traffic(inputs: StackInputs) -> tuple[Collective, ...]:
-    """Return the traffic of the amaxes of experts in fp8: of rows, gated rows and both weights; of three gradients."""
+    """Return the traffic of the amaxes of experts in fp8: of rows and both weights; of the output's gradient, and of
+    gradient and result of the activation together.
+    """
     mesh = inputs.mesh
     if not inputs.experts_in_fp8 or not inputs.agrees_on_amaxes:
         return ()
     found, weights = list[Collective](), 0 if inputs.keeps_fp8_casts else 2
-    axes: dict[CommunicationAxis, int] = {"tensor": 2, "context": 2, "expert": 2 + weights}
+    axes: dict[CommunicationAxis, int] = {"tensor": 1, "context": 1, "expert": 1 + weights}
     sizes = mesh.tensor if mesh.sequence else 1, mesh.context, mesh.expert
     for (axis, number), size in zip(axes.items(), sizes, strict=True):
         if size == 1:
             continue
         found.append(Collective(axis, "all-reduce", 4 * number, "forward", number=number))
-        found.append(Collective(axis, "all-reduce", 4 * 3, "backward", number=3))
+        found.append(Collective(axis, "all-reduce", 4 * 3, "backward", number=2))
     return tuple(found)
 
 
@@ -270,16 +271,19 @@ def moe_memory(inputs: StackInputs, moe: MoESlice) -> PartMemory:
     e, hidden = widths.compute, stack.hidden_size
     ups = 2 if stack.mlp.gated else 1
     rows, width = expert_rows(moe, tokens, inputs.routed_tokens), moe.ffn_hidden_size
-    if inputs.experts_in_fp8:  # the rows of each expert begin at a multiple
-        tile = TILE if inputs.fp8 is not None and inputs.fp8.scaling == "blockwise" else MULTIPLE
-        rows = -(-(rows + moe.experts // inputs.mesh.expert * (tile - 1)) // tile) * tile
+    fp8 = inputs.fp8 if inputs.experts_in_fp8 else None
+    if fp8 is not None:  # the rows of each expert begin at a multiple
+        experts = moe.experts // inputs.mesh.expert
+        multiple = expert_row_multiple(fp8.inputs, rows, experts)
+        rows = -(-(rows + experts * (multiple - 1)) // multiple) * multiple
     kept = [
         SavedTensors("experts", router_saved_bytes(inputs, moe), "moe"),
         SavedTensors("experts", rows * width * ups * e, "moe"),
     ]
-    if inputs.experts_in_fp8:  # the cast of gathered rows
+    if fp8 is not None:  # the cast of gathered rows, and two maxima of each row of the activation
         cast = 0 if inputs.frozen_matrices else inputs.saved_input_bytes(rows, hidden)
-        kept.append(SavedTensors("experts", cast, "moe"))
+        maxima = 8 * rows if fp8.inputs == "tensor" else 0
+        kept.append(SavedTensors("experts", cast + maxima, "moe"))
     elif runs_eager_experts(inputs, moe):  # gathered rows, inputs of fc2, outputs of fc2
         kept.append(SavedTensors("experts", rows * (2 * hidden + width) * e, "moe"))
     if moe.dropout and not inputs.compiled:  # the scaled mask
@@ -287,6 +291,8 @@ def moe_memory(inputs: StackInputs, moe: MoESlice) -> PartMemory:
     elif not moe.dropout and inputs.mesh.expert > 1 and not inputs.experts_in_fp8:  # rows received from other ranks
         kept.append(SavedTensors("experts", rows * hidden * e, "moe"))
     activation_gradients = rows * width * e * (2 + ups)
+    if fp8 is not None:  # the gradient of the activation's result, its backward in fp8 in both layouts, and the result
+        activation_gradients = rows * width * (e + 2 * ups + 1)
     weights = moe_weights(stack, moe, expert_ranks=inputs.mesh.expert).numel * widths.weights
     weight_gradients = rows * width * ups * e + rows * hidden * e + weights
     working, recompute_inputs = max(activation_gradients, weight_gradients), 0

@@ -8,7 +8,8 @@ vocabulary 32000, sequence 4096, micro batch 4: 1.5 B parameters. Random tokens,
 
 Mixtral runs in pure bf16, optimizer moments included, its fastest and smallest setting: its grouped matmul does not
 support autocast. It routes in bf16, without auxiliary losses or load counts. stoker routes in fp32 with both losses and
-counts, and keeps main weights and moments in fp32; `stoker_bf16` keeps neither in fp32.
+counts, and keeps main weights and moments in fp32; `stoker_bf16` keeps neither in fp32. `stoker_fp8` multiplies in fp8
+(docs/fp8.md).
 """
 
 from __future__ import annotations
@@ -73,6 +74,7 @@ def hf_mixtral(*, experts: str, compiled: bool) -> Step:
 STOKER: dict[str, tuple[str, list[str]]] = {
     "stoker": ("stoker: `stoker train experiment=moe_bench`", []),
     "stoker_bf16": ("stoker, `trainer.precision=bf16-true`", ["trainer.precision=bf16-true"]),
+    "stoker_fp8": ("stoker, `model.fp8=true`", ["model.fp8=true"]),
 }
 PEERS: dict[str, tuple[str, Callable[[], Step]]] = {
     "hf_grouped_compiled": (

@@ -18,19 +18,28 @@ def assert_within_budget(rows: list[dict]) -> None:
             assert row["copies"] > 0, row
             assert row["capability"] != 90 or row["wgmma"] > 0, row
             continue
+        if row["kind"].startswith("hopper"):
+            assert row["shared"] <= SHARED_MEMORY[90], row
+            assert row["local"] == row["stack"] == 0, row
+            assert row["wgmma"] > 0, row
+            continue
         assert row["shared"] <= SHARED_MEMORY[row["capability"]], row
         assert row["local"] == 0, row
         # of three results of 128 x 128 one at a time is kept, which takes up to a few bytes more than the registers
-        assert row["stack"] <= (32 if (row["producer"], row["granularity"]) == ("gated_backward", "tile") else 0), row
+        # (of experts, with sums over the rows, in Triton 3.9)
+        spilled = {"gated_backward": 32, "experts' gated_backward": 64}.get(row["producer"], 0)
+        assert row["stack"] <= (spilled if row["granularity"] == "tile" else 0), row
         assert row["registers"] <= 208, row
         assert row["narrow_stores"] == 0, row
+        if row["kind"] in ("backward_amax", "align_rows"):  # of few numbers for each row
+            continue
         assert row["kind"] == "amax" or row["wide_stores"] > 0, row
         assert row["wide_loads"] > 0, row
 
 
 def test_a_few_kernels_compile_without_a_gpu(compilers: ForkServer) -> None:
     rows = compilers.call("fp8_compile", "compiled", "few")
-    assert {row["kind"] for row in rows} == {"amax", "cast", "transpose", "rows"}
+    assert {row["kind"] for row in rows} == {"amax", "cast", "transpose", "rows", "row_cast", "hopper_rows"}
     assert_within_budget(rows)
 
 

@@ -12,15 +12,24 @@ from cuda_sync import forbid_device_sync
 from torch import Tensor
 
 from stoker.kernels.fp8.cast_kernels import triton_amax, triton_cast
+from stoker.kernels.fp8.expert_rows import aligned_assignments
+from stoker.kernels.fp8.experts import fp8_experts
 from stoker.kernels.fp8.gated_mlp import fp8_gated_mlp
+from stoker.kernels.fp8.grouped import (
+    _expert_matrices,
+    grouped_scaled_matmul,
+    grouped_scaled_outer,
+)
+from stoker.kernels.fp8.hopper_launch import uses_hopper
 from stoker.kernels.fp8.linear import fp8_linear
 from stoker.kernels.fp8.operands import Quantized, Source, dequantize
-from stoker.kernels.fp8.quantize import _cast, _eager_amax, quantize, quantize_gated_gradient, transpose
+from stoker.kernels.fp8.quantize import _cast, _eager_amax, quantize, quantize_backward, transpose
 from stoker.kernels.fp8.recipe import Format, Fp8Recipe, Granularity, Scaling
 from stoker.kernels.fp8.reference import produce
 from stoker.kernels.fp8.scaled_matmul import scaled_matmul
 from stoker.kernels.fp8.weight_cast import cast_weight
 from stoker.kernels.gated_activation import gated_activation
+from stoker.kernels.moe.assignments import Assignments, sorted_assignments
 
 pytestmark = [
     pytest.mark.gpu,
@@ -109,9 +118,7 @@ def test_products_equal_fp64_of_the_rounded_operands(
     exact = dequantize(a, torch.float64) @ dequantize(b, torch.float64).t()
     size = dequantize(a, torch.float64).abs() @ dequantize(b, torch.float64).abs().t()
     got = scaled_matmul(a, b, torch.bfloat16, fast_accumulation=fast)
-    # the tensor cores of Hopper keep 13 bits of the fraction of a partial sum (DeepSeek-V3, section 3.3.2)
-    bound = 2.0**-8 * exact.abs() + (2.0**-9 if fast else 2.0**-11) * size
-    assert ((got.double() - exact).abs() <= bound).all()
+    assert ((got.double() - exact).abs() <= error_bound(exact, size, fast)).all()
 
 
 def gradients(function: Callable[..., Tensor], *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -195,10 +202,95 @@ def test_the_gradient_of_a_gate_and_the_product_come_from_one_pass() -> None:
     recipe = Fp8Recipe()
     expected = quantize(product, "e4m3", "tensor", rows=False).columns
     amax = _eager_amax(produce("gated", [gate_up], "silu")[0], "tensor", True, True)[0]
-    _, got = quantize_gated_gradient(
+    _, got, _ = quantize_backward(
         Source("gated_backward", (gate_up, outer), "silu"), recipe, amax, rows=True, columns=True
     )
     assert got is not None
     assert expected is not None
     difference = dequantize(got) - dequantize(expected)
     assert difference.norm() < 1e-2 * dequantize(expected).norm()
+
+
+def routed_rows(tokens: int = 4096, experts: int = 4, topk: int = 2) -> tuple[Assignments, Tensor]:
+    """Return assignments of uneven numbers of tokens to experts, some of which are dropped, and their gates."""
+    generator = torch.Generator().manual_seed(0)
+    scores = torch.randn(tokens, experts, generator=generator) + torch.linspace(0, 2, experts)
+    kept = torch.rand(tokens, topk, generator=generator) > 0.1
+    chosen = sorted_assignments(scores.topk(topk, 1).indices.cuda(), experts, kept.cuda())
+    return chosen, torch.rand(tokens, topk, generator=generator).cuda()
+
+
+@pytest.mark.parametrize("multiple", [16, 128])
+@pytest.mark.parametrize("fast", [False, True])
+@pytest.mark.parametrize("granularity", ["tensor", "row"])
+def test_grouped_products_equal_fp64_of_the_rounded_operands(
+    granularity: Granularity, fast: bool, multiple: int
+) -> None:
+    """Experts at multiples of 128 rows are multiplied by the kernels for Hopper, on it."""
+    (order, ends, _), experts, width, depth = aligned_assignments(routed_rows()[0], multiple), 4, 384, 640
+    rows = order.shape[0]
+    a = quantize(random(rows, depth), "e5m2", granularity, columns=False).rows
+    stacked = quantize(random(experts * width, depth, seed=1), "e4m3", granularity, columns=False).rows
+    beside = quantize(random(width, experts * depth, seed=1), "e4m3", granularity, columns=False).rows
+    assert a is not None
+    assert stacked is not None
+    assert beside is not None
+    hopper = uses_hopper(a, stacked, torch.bfloat16, multiple, width, depth)
+    assert hopper == (multiple == 128 and torch.cuda.get_device_capability() == (9, 0))
+    options: dict[str, Any] = {"fast_accumulation": fast, "multiple": multiple}
+    left, firsts = dequantize(a, torch.float64), [0, *ends.tolist()[:-1]]
+    for b in (stacked, beside):
+        got, amax = grouped_scaled_matmul(a, b, ends, width, torch.bfloat16, row_amax=True, **options)
+        matrices = _expert_matrices(b, experts, depth, torch.float64)
+        exact, size = (torch.zeros(rows, width, dtype=torch.float64, device="cuda") for _ in range(2))
+        for expert, (first, stop) in enumerate(zip(firsts, ends.tolist(), strict=True)):
+            exact[first:stop] = left[first:stop] @ matrices[expert].t()
+            size[first:stop] = left[first:stop].abs() @ matrices[expert].t().abs()
+        assert ((got.double() - exact).abs() <= error_bound(exact, size, fast)).all()
+        assert torch.equal(amax, got.abs().amax(1).float())
+    down = quantize(random(rows, width), "e5m2", granularity, rows=False).columns
+    across = quantize(random(rows, depth, seed=1), "e4m3", granularity, rows=False).columns
+    assert down is not None
+    assert across is not None
+    got = grouped_scaled_outer(down, across, ends, torch.bfloat16, **options)
+    left, right = dequantize(down, torch.float64), dequantize(across, torch.float64)
+    for expert, (first, stop) in enumerate(zip(firsts, ends.tolist(), strict=True)):
+        pair = left[:, first:stop], right[:, first:stop].t()
+        exact, size = pair[0] @ pair[1], pair[0].abs() @ pair[1].abs()
+        assert ((got[expert].double() - exact).abs() <= error_bound(exact, size, fast)).all()
+
+
+def error_bound(exact: Tensor, size: Tensor, fast: bool) -> Tensor:
+    """Return the bound of a bf16 result: the tensor cores of Hopper keep 13 bits of the fraction of a partial sum
+    (DeepSeek-V3, section 3.3.2).
+    """
+    return 2.0**-8 * exact.abs() + (2.0**-9 if fast else 2.0**-11) * size
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_experts_equal_their_emulation(scaling: Scaling, gated: bool, compiled: bool) -> None:
+    torch._dynamo.reset()
+    recipe, (assignments, gates) = Fp8Recipe(scaling), routed_rows()
+    hidden, up, down = random(4096, 256), random(4, 256 * (1 + gated), 256, seed=1), random(4, 256, 256, seed=2)
+    tensors = [tensor.requires_grad_() for tensor in (hidden, gates, up * 0.05, down * 0.05)]
+
+    def experts(hidden: Tensor, gates: Tensor, up: Tensor, down: Tensor) -> Tensor:
+        return fp8_experts(hidden, gates, up, down, assignments, nonlinearity="silu", gated=gated, recipe=recipe)
+
+    run: Any = torch.compile(experts, fullgraph=True) if compiled else experts
+    wide = [tensor.detach().double().requires_grad_() for tensor in tensors]
+    assert_close(gradients(run, *tensors), gradients(experts, *wide), 3e-2)
+
+
+def test_an_infinite_value_reaches_every_gradient_of_experts() -> None:
+    assignments, gates = routed_rows()
+    hidden, up, down = random(4096, 256), random(4, 512, 256, seed=1), random(4, 256, 256, seed=2)
+    hidden[assignments.order[0] // 2, 5] = torch.inf  # of a row of the first expert
+    tensors = [tensor.requires_grad_() for tensor in (hidden, gates, up, down)]
+
+    def experts(hidden: Tensor, gates: Tensor, up: Tensor, down: Tensor) -> Tensor:
+        return fp8_experts(hidden, gates, up, down, assignments, nonlinearity="silu", gated=True, recipe=Fp8Recipe())
+
+    assert not any(found.isfinite().all() for found in gradients(experts, *tensors))

@@ -53,7 +53,7 @@ CAUSAL = pytest.mark.parametrize("causal", [False, True])
 def test_gate(monkeypatch: pytest.MonkeyPatch, head_dim: int, changes: dict[str, Any], served: bool) -> None:
     """As on a Hopper GPU with a Triton that has Gluon."""
     monkeypatch.setattr(supported_calls, "INTERPRETED", False)
-    for condition in ("_has_gluon", "_is_hopper"):
+    for condition in ("has_gluon", "is_hopper"):
         monkeypatch.setattr(supported_calls, condition, lambda *_: True)
     none = None
     call = FlashProblem(none, none, none, none, none, none, none, none, -1, 0, 0.125, 0.0, 0.0, 100, 100)
@@ -173,7 +173,7 @@ def test_table_of_distances_holds_every_tile_that_is_not_far() -> None:
 )  # fmt: skip
 def test_the_dispatcher_knows_what_the_gate_lets_in(monkeypatch: pytest.MonkeyPatch, change: dict[str, Any]) -> None:
     monkeypatch.setattr(supported_calls, "INTERPRETED", False)
-    monkeypatch.setattr(supported_calls, "_is_hopper", lambda device: True)
+    monkeypatch.setattr(supported_calls, "is_hopper", lambda device: True)
     facts: dict[str, Any] = {"dtype": "bf16", "head_dim": 128, "causal": True} | change
     call = AttentionCall(
         device="cuda", capability=(9, 0), batch=2, heads=4, groups=2, queries=32, keys=32, training=True, **facts

@@ -10,17 +10,19 @@ import torch
 import torch.nn.functional as F
 from tiers import DEVICES, cases, extra
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from stoker.kernels.activations import FUSED_ACTIVATIONS
 from stoker.kernels.fp8.cast_kernels import triton_amax, triton_cast
+from stoker.kernels.fp8.expert_rows import _align_rows, aligned_assignments, triton_align_rows
 from stoker.kernels.fp8.experts import fp8_experts
 from stoker.kernels.fp8.gated_mlp import fp8_gated_mlp
-from stoker.kernels.fp8.grouped import aligned_assignments
 from stoker.kernels.fp8.linear import fp8_linear
 from stoker.kernels.fp8.operands import DTYPES, Quantized, Source, dequantize
 from stoker.kernels.fp8.quantize import _amax, _cast, amaxes, quantize, transpose
 from stoker.kernels.fp8.recipe import MAX_VALUE, Format, Fp8Recipe, Granularity, Scaling
-from stoker.kernels.fp8.reference import produce, reference_amax, reference_cast
+from stoker.kernels.fp8.reference import produce, reference_amax, reference_cast, row_dots
+from stoker.kernels.fp8.row_cast import _backward_amax, _row_cast, triton_backward_amax, triton_row_cast
 from stoker.kernels.fp8.scaled_matmul import scaled_matmul
 from stoker.kernels.fp8.weight_cast import cast_weight
 from stoker.kernels.gated_activation import gated_activation
@@ -70,16 +72,26 @@ def sources(producer: str, dtype: torch.dtype = torch.bfloat16) -> tuple[list[Te
         inputs, (gain, bias, mean) = torch.randn(133, 80).to(dtype), torch.randn(3, 133)
         others = [torch.rand(133) + 0.5, gain[:80].to(dtype), mean, bias[:80].to(dtype)]
         return [inputs, *others[: 2 if producer == "rms_norm" else 4]], ""
-    shapes = {"gated": [(133, 256)], "gated_backward": [(133, 256), (133, 128)]}.get(producer, [(133, 80)])
-    return [torch.randn(shape).to(dtype) for shape in shapes], "" if producer == "none" else "silu"
+    order, gates = torch.randperm(140)[:133].int(), torch.rand(70, 2)
+    order[[3, 70]] = -1
+    if producer == "gather":
+        return [torch.randn(70, 80).to(dtype), order, torch.zeros(70, 2, dtype=torch.int32)], ""
+    of_experts, kind = producer.startswith("experts' "), producer.removeprefix("experts' ")
+    widths = [256 if kind.startswith("gated") else 80]
+    widths += [128 if kind.startswith("gated") else 80] if kind.endswith("backward") else []
+    tensors = [torch.randn(133, width).to(dtype) for width in widths]
+    return tensors + [order, gates] * of_experts, "" if producer == "none" else "silu"
 
 
+ACTIVATIONS = ("activation", "gated", "activation_backward", "gated_backward")
 KERNEL_CASES = [
     (producer, granularity)
-    for producer in ("none", "activation", "gated", "gated_backward", "rms_norm", "layer_norm")
+    for producer in (
+        "none", "gather", *ACTIVATIONS, *(f"experts' {name}" for name in ACTIVATIONS), "rms_norm", "layer_norm",
+    )
     for granularity in GRANULARITIES
     if producer == "none" or granularity != "block"
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -87,7 +99,9 @@ KERNEL_CASES = [
 def test_kernels_equal_the_reference(device: str, producer: str, granularity: Granularity) -> None:
     tensors, activation = sources(producer)
     tensors = [tensor.to(device) for tensor in tensors]
-    exact, product = produce(producer, [tensor.double() for tensor in tensors], activation)
+    producer = producer.removeprefix("experts' ")
+    wide = [tensor.double() if tensor.is_floating_point() else tensor for tensor in tensors]
+    exact, product = produce(producer, wide, activation)
     none = torch.empty(0, device=device)
     amax: tuple[Tensor, Tensor] = none, none
     product_amax = none
@@ -98,11 +112,12 @@ def test_kernels_equal_the_reference(device: str, producer: str, granularity: Gr
         if granularity == "row":
             torch.testing.assert_close(amax[1], expected[1], rtol=1e-5, atol=0)
         product_amax = reference_amax(product.t(), granularity)
-    with_product = "e4m3" if producer == "gated_backward" else ""
+    with_product = "e4m3" if producer.endswith("backward") else ""
     formats: tuple[Format, Format, Format] = "e5m2", "e5m2", "e4m3"
     results = triton_cast(
         tensors, producer, activation, *amax, formats[0], granularity, 1, False, True, True, product_amax, with_product
     )
+    torch.testing.assert_close(results[6].double(), row_dots(producer, wide, activation), rtol=1e-5, atol=1e-5)
     matrices = [(exact, amax[0]), (exact.t(), amax[0] if granularity == "tensor" else amax[1])]
     matrices += [(product.t(), product_amax)] if with_product else []
     for number, (matrix, largest) in enumerate(matrices):
@@ -149,11 +164,57 @@ def test_kernels_round_as_the_reference_does(granularity: Granularity, spoiled: 
 def test_custom_operations_are_well_formed() -> None:
     for producer, granularity in KERNEL_CASES[::3]:
         tensors, activation = sources(producer, torch.float32)
-        head: tuple[Any, ...] = (tensors, producer, activation)
+        head: tuple[Any, ...] = (tensors, producer.removeprefix("experts' "), activation)
         if granularity in ("tensor", "row"):
             torch.library.opcheck(_amax, (*head, granularity, True, True))
         amax = _amax(*head, granularity, True, True) if granularity in ("tensor", "row") else (torch.empty(0),) * 2
         torch.library.opcheck(_cast, (*head, *amax, "e4m3", granularity, 0, False, True, True))
+    for gated in (True, False):
+        torch.library.opcheck(
+            _row_cast, (torch.randn(5, 64), "gated" if gated else "activation", "silu", "e4m3", 0, True)
+        )
+    order, gates = torch.tensor([3, -1, 0], dtype=torch.int32), torch.rand(2, 2)
+    torch.library.opcheck(_backward_amax, (*torch.rand(3, 3), order, gates))
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of the interpreter, for inf and NaN
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("width", [80, *extra(2051, 8200)])
+@pytest.mark.parametrize("gated", [True, False])
+def test_rows_are_cast_in_one_pass_as_in_two(gated: bool, width: int, device: str) -> None:
+    torch.manual_seed(0)
+    projected = torch.randn(5, width * (1 + gated), device=device).bfloat16()
+    projected[1] = 0
+    producer = "gated" if gated else "activation"
+    data, scale, amax, peaks = triton_row_cast(projected, producer, "silu", "e4m3", 1, False)
+    exact, _ = produce(producer, [projected.double()], "silu")
+    torch.testing.assert_close(amax, reference_amax(exact, "row"), rtol=1e-5, atol=0)
+    expected, expected_scale = reference_cast(exact, amax, "e4m3", "row", 1, False)
+    assert torch.equal(scale, expected_scale)
+    assert (data.float() != expected.float()).float().mean() < 1e-3  # a few round the other way
+    *_, expected_peaks = _row_cast(projected.double(), producer, "silu", "e4m3", 1, False)
+    torch.testing.assert_close(peaks, expected_peaks, rtol=1e-5, atol=0)
+    spoiled = projected.clone()
+    spoiled[2, 3], spoiled[3, 4] = torch.inf, torch.nan
+    for found in triton_row_cast(spoiled, producer, "silu", "e4m3", 1, False)[1:]:
+        assert found.isfinite().flatten().tolist() == [True, True, False, False, True]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_bound_of_the_gradient_is_found_before_it(device: str) -> None:
+    tensors, _ = sources("experts' gated_backward", torch.float32)
+    projected, outer, order, gates = (tensor.to(device) for tensor in tensors)
+    gradient, product = produce("gated_backward", [projected, outer, order, gates], "silu")
+    _, _, amax, peaks = triton_row_cast(projected, "gated", "silu", "e4m3", 0, False)
+    arguments = reference_amax(outer, "row"), amax, peaks, order, gates
+    found = triton_backward_amax(*arguments)
+    torch.testing.assert_close(found, _backward_amax(*(x.double() if x.is_floating_point() else x for x in arguments)))
+    torch.testing.assert_close(found[1], product.abs().amax().float())
+    assert gradient.abs().amax() <= found[0] <= 8 * gradient.abs().amax()
+    for number in range(3):  # NaN of any of them
+        spoiled = [tensor.clone() for tensor in arguments]
+        spoiled[number][0] = torch.nan
+        assert triton_backward_amax(*spoiled).isnan().tolist() == [number != 1, number == 1]
 
 
 @pytest.mark.parametrize("granularity", GRANULARITIES)
@@ -413,49 +474,94 @@ def routed(dtype: torch.dtype) -> tuple[Assignments, list[Tensor]]:
     return sorted_assignments(experts, 3, torch.rand(20, 2) > 0.2), tensors
 
 
-@pytest.mark.parametrize("granularity", ["tensor", "tile"])
-def test_aligned_assignments_move_the_rows_of_an_expert_together(granularity: Granularity) -> None:
-    assignments, _ = routed(torch.float32)
-    aligned = aligned_assignments(assignments, granularity)
-    multiple = 128 if granularity == "tile" else 16
-    assert not (aligned.ends % multiple).any()
-    assert torch.equal(aligned.places >= 0, assignments.places >= 0)
-    kept = aligned.places >= 0
-    assert torch.equal(aligned.order[aligned.places[kept].long()], torch.arange(40).view(20, 2)[kept].int())
-    assert (aligned.order >= 0).sum() == kept.sum()
-    assert torch.equal(*(torch.searchsorted(x.ends, x.places[kept], right=True) for x in (assignments, aligned)))
+@pytest.mark.parametrize("multiple", [16, 128])
+def test_aligned_assignments_move_the_rows_of_an_expert_together(multiple: int) -> None:
+    whole = torch.tensor([0] * 2 * multiple + [2] * multiple).view(-1, 1)  # and none for two of four experts
+    for assignments in (routed(torch.float32)[0], sorted_assignments(whole, 4)):
+        aligned, kept = aligned_assignments(assignments, multiple), assignments.places >= 0
+        torch.library.opcheck(_align_rows, (*assignments, multiple))
+        for got, expected in zip(triton_align_rows(*assignments, multiple), aligned, strict=True):
+            assert torch.equal(got, expected)
+        starts, ends = (torch.cat((torch.zeros(1), x.ends)) for x in (assignments, aligned))
+        assert torch.equal(ends.diff(), (starts.diff() / multiple).ceil() * multiple)
+        assert torch.equal(aligned.places >= 0, kept)
+        numbers = torch.arange(kept.numel()).view(kept.shape)[kept]
+        assert torch.equal(aligned.order[aligned.places[kept].long()], numbers.int())
+        assert (aligned.order >= 0).sum() == kept.sum()
+        assert torch.equal(*(torch.searchsorted(x.ends, x.places[kept], right=True) for x in (assignments, aligned)))
 
 
-@pytest.mark.parametrize("scaling", cases(SCALINGS, fast=1))
-def test_experts_by_the_kernels_equal_their_emulation(scaling: Scaling) -> None:
-    recipe = Fp8Recipe(scaling)
+@pytest.mark.parametrize("scaling", ["tensorwise", *extra("rowwise", "blockwise")])
+@pytest.mark.parametrize("backward", FORMATS)
+@pytest.mark.parametrize("gated", [True, False])
+def test_experts_by_the_kernels_equal_their_emulation(scaling: Scaling, gated: bool, backward: Format) -> None:
+    recipe = Fp8Recipe(scaling, backward=backward)
     assignments, tensors = routed(torch.float32)
+    if not gated:
+        tensors[2] = tensors[2].detach()[:, :128].requires_grad_()
 
     def experts(*tensors: Tensor) -> Tensor:
         hidden, gates, up, down = tensors
-        return fp8_experts(hidden, gates, up, down, assignments, nonlinearity="silu", gated=True, recipe=recipe)
+        options: Any = {"nonlinearity": "silu", "gated": gated, "recipe": recipe}
+        return 1e4 * fp8_experts(hidden, gates, up, down, assignments, **options)  # gradients of another magnitude
 
     got = linear_and_gradients(experts, *tensors)
     exact = [tensor.detach().double().requires_grad_() for tensor in tensors]
     expected = linear_and_gradients(experts, *exact)
-    plain = linear_and_gradients(partial(plain_experts, assignments), *exact)
+    plain = linear_and_gradients(partial(plain_experts, assignments, gated), *exact)
     for first, second, third in zip(got, expected, plain, strict=True):
         assert (first - second).norm() < 1e-3 * second.norm()  # a few values round the other way
         assert (second - third).norm() < 0.15 * third.norm()
 
 
-def plain_experts(assignments: Assignments, hidden: Tensor, gates: Tensor, up: Tensor, down: Tensor) -> Tensor:
-    """Return the same in high precision, token by token."""
+@pytest.mark.parametrize("scaling", ["tensorwise", *extra("rowwise", "blockwise")])
+def test_experts_compile_to_one_graph_and_are_recomputed(scaling: Scaling) -> None:
+    torch._dynamo.reset()
+    assignments, tensors = routed(torch.bfloat16)
+
+    def experts(*tensors: Tensor) -> Tensor:
+        hidden, gates, up, down = tensors
+        options: Any = {"nonlinearity": "silu", "gated": True, "recipe": Fp8Recipe(scaling)}
+        return fp8_experts(
+            hidden, gates, up, down, assignments, reduce=torch.clone, weight_reduce=torch.clone, **options
+        )
+
+    expected = linear_and_gradients(experts, *tensors)
+    compiled = torch.compile(experts, backend="aot_eager", fullgraph=True)
+    recomputed = partial(checkpoint, experts, use_reentrant=False)
+    for function in (compiled, recomputed):
+        got = linear_and_gradients(function, *tensors)
+        assert all(torch.equal(first, second) for first, second in zip(got, expected, strict=True))
+
+
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_experts_that_no_token_arrives_at_have_gradients_of_zero(scaling: Scaling) -> None:
+    shapes = (0, 128), (0, 2), (3, 256, 128), (3, 128, 128)
+    tensors = hidden, gates, up, down = [torch.randn(shape).requires_grad_() for shape in shapes]
+    none = sorted_assignments(torch.empty(0, 2, dtype=torch.int64), 3)
+    options: Any = {"nonlinearity": "silu", "gated": True, "recipe": Fp8Recipe(scaling)}
+    fp8_experts(hidden, gates, up, down, none, **options).sum().backward()
+    for tensor in tensors:
+        assert tensor.grad is not None
+        assert not tensor.grad.any()
+
+
+def plain_experts(
+    assignments: Assignments, gated: bool, hidden: Tensor, gates: Tensor, up: Tensor, down: Tensor
+) -> Tensor:
+    """Return the same as `experts` in high precision, token by token."""
+
+    def activation(inputs: Tensor) -> Tensor:
+        return gated_activation(inputs, "silu") if gated else F.silu(inputs)
+
     ends, rows = assignments.ends, []
     for token, places in enumerate(assignments.places.tolist()):
         total = torch.zeros_like(hidden[0])
         for slot, place in enumerate(places):
             if place >= 0:
                 expert = int((ends <= place).sum())
-                total = total + gates[token, slot] * (
-                    down[expert] @ gated_activation(up[expert] @ hidden[token], "silu")
-                )
-        rows.append(total)
+                total = total + gates[token, slot] * (down[expert] @ activation(up[expert] @ hidden[token]))
+        rows.append(1e4 * total)
     return torch.stack(rows)
 
 

@@ -158,8 +158,12 @@ def _how(fp8: Fp8Slice, device: str) -> str:
 
 def _how_experts(fp8: Fp8Slice, device: str) -> str:
     """Return recipe and kernel of experts."""
-    kernel = "emulated, slowly" if device == "cpu" else "Triton"
-    return f"{replace(fp8, recipe=fp8.expert_recipe).description}, {kernel}"
+    recipe, kernel = fp8.expert_recipe, "emulated, slowly" if device == "cpu" else "Triton"
+    but = ""
+    if recipe.scaling == "tensorwise":
+        bound = ", the gradient of its activation that of a bound" if recipe.backward == "e5m2" else ""
+        but = f" (the input of fc2 has a scale for each row{bound})"
+    return f"{replace(fp8, recipe=recipe).description}{but}, {kernel}"
 
 
 def _matrices(model: nn.Module, slices: Mapping[str, Fp8Slice | None], device: str, experts: str) -> list[Fp8Matrix]:

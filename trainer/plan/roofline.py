@@ -38,7 +38,7 @@ class Work:
     Attributes:
         matmul: FLOPs of matmuls, grouped ones included.
         grouped: FLOPs of the grouped GEMMs of experts.
-        fp8: those of `matmul` that are in fp8, without experts.
+        fp8: those of `matmul` that are in fp8.
         attention: FLOPs of fused attention.
         moved: bytes that pointwise kernels read and write.
     """
@@ -200,7 +200,8 @@ def recompute_work(layer: LayerInStack) -> Work:
     if "core_attention" in modules:
         total += _recompute_scores(layer.stack)
     if "moe" in modules and memory.has_experts:
-        total += Work(matmul=memory.mlp_flops, grouped=memory.grouped_flops)
+        fp8 = memory.grouped_flops * memory.inputs.experts_in_fp8
+        total += Work(matmul=memory.mlp_flops, grouped=memory.grouped_flops, fp8=fp8)
     return total
 
 

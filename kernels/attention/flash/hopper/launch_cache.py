@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from functools import cache
 from typing import Any
 
@@ -34,12 +35,10 @@ def _parameters(kernel: Any) -> tuple[list[str], list[str]]:
     return names, [parameter.name for parameter in kernel.params if parameter.is_constexpr]
 
 
-def launch_kernel(
-    kernel: Any, programs: int, dtype: torch.dtype, device: torch.device, arguments: dict[str, Any]
-) -> None:
+def launch_kernel(kernel: Any, programs: int, dtype: Hashable, device: torch.device, arguments: dict[str, Any]) -> None:
     """Launch a `schedule.kernel`, with one warp group per role, or a plain Triton kernel with four warps.
 
-    A variant is compiled per constexpr values, device and dtype, which determines the dtypes of all tensors. Other
+    A variant is compiled per constexpr values, device and dtype, or dtypes, which determine those of all tensors. Other
     arguments are not specialized and may change between launches.
     """
     if INTERPRETED:

@@ -15,7 +15,7 @@ from ..kernel_arguments import FlashAttentionParams
 
 
 @cache
-def _has_gluon() -> bool:
+def has_gluon() -> bool:
     """Return True if the installed Triton includes Gluon in a version tested."""
     try:
         installed = tuple(int(part) for part in version("triton").split(".")[:2])
@@ -25,7 +25,8 @@ def _has_gluon() -> bool:
 
 
 @cache
-def _is_hopper(device: torch.device) -> bool:
+def is_hopper(device: torch.device) -> bool:
+    """Return True if a CUDA device is of sm_90."""
     return torch.cuda.get_device_capability(device) == (9, 0)
 
 
@@ -50,7 +51,7 @@ def supports_scores(q: Tensor, k: Tensor, scale: float) -> bool:
         return False
     if q.ndim != 4 or scale <= 0 or q.shape[-1] not in HOPPER_HEAD_DIMS or not (q.numel() and k.numel()):
         return False
-    return _has_gluon() and _is_hopper(q.device)
+    return has_gluon() and is_hopper(q.device)
 
 
 def supports(q: Tensor, k: Tensor, v: Tensor, problem: FlashAttentionParams) -> bool:
