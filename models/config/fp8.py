@@ -175,17 +175,17 @@ def check_fp8(fp8: Fp8Slice, device: str, capability: tuple[int, int] | None, dt
     if fp8.recipe.scaling == "delayed" and device != "cuda":
         raise ValueError(
             f"`fp8_recipe` (delayed) needs a GPU for TransformerEngine, and this is {device}; use "
-            "fp8_recipe=tensorwise."
+            "model.transformer_engine=null model.fp8_recipe=tensorwise."
         )
     if device == "cpu":
         return
     if device != "cuda" or capability is None:
-        raise ValueError(f"`fp8` (True) must be False on {device}, which has no fp8 matmuls; use fp8=false.")
+        raise ValueError(f"`fp8` (True) must be False on {device}, which has no fp8 matmuls; use model.fp8=false.")
     name = ".".join(map(str, capability))
     if capability < (8, 9):
         raise ValueError(
             f"`fp8` (True) needs a GPU of compute capability 8.9 or later (Ada, Hopper, Blackwell), and this one has "
-            f"{name}; use fp8=false."
+            f"{name}; use model.fp8=false."
         )
     if dtype != "bf16":
         raise ValueError(
@@ -194,5 +194,5 @@ def check_fp8(fp8: Fp8Slice, device: str, capability: tuple[int, int] | None, dt
     if fp8.recipe.scaling == "blockwise" and capability[0] != 9:
         raise ValueError(
             f"`fp8_recipe` (blockwise) needs a Hopper GPU, whose matmuls scale by blocks (compute capability 9.0), and "
-            f"this one has {name}; use fp8_recipe=rowwise."
+            f"this one has {name}; use model.fp8_recipe=rowwise."
         )

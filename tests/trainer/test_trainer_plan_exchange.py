@@ -83,14 +83,21 @@ def test_gradients_are_sent_as_they_are_and_their_sums_in_fp32(
 
 
 def test_weights_gathered_in_the_forward_pass_cost_less() -> None:
-    exposed: list[float] = []
-    for asked in (False, True):
-        plan = planned(
-            *LLAMA, ZERO1, f"model.optim.overlap_param_sync={asked}", "model.global_batch_size=16", devices=4
-        )
-        assert plan.time is not None
-        exposed.append(plan.time.traffic[0].exposed)
-    assert exposed[1] < 0.7 * exposed[0]
+    """Not where all are read before the first layer runs: for the casts of several micro batches, or to be offloaded."""
+    offloaded = [f"model.cpu_offloading{key}" for key in ("=true", "_num_layers=4", "_weights=true")]
+    for more, samples, acts in (
+        ([], 16, True),
+        (["model.fp8=true"], 16, True),
+        (["model.fp8=true"], 32, False),
+        (offloaded, 16, False),
+    ):
+        exposed: list[float] = []
+        for asked in (False, True):
+            keys = [*more, f"model.optim.overlap_param_sync={asked}", f"model.global_batch_size={samples}"]
+            plan = planned(*LLAMA, ZERO1, *keys, devices=4)
+            assert plan.time is not None
+            exposed.append(plan.time.traffic[0].exposed)
+        assert (exposed[1] < 0.7 * exposed[0]) == acts, keys
 
 
 def test_few_ranks_send_each_other_whole_gradients() -> None:

@@ -43,6 +43,11 @@ def test_the_table_of_modules_sums_up(model):
             ["8 linear layers and experts of 4 layers"],
         ),
         (
+            ["model.fp8=true", "peft=lora", "model.restore_from_path=x", "model.num_layers_at_end_in_bf16=2"]
+            + ["model.first_last_layers_bf16=true"],
+            ["4 linear layers of 1 layer, emulated on a CPU, slowly; weights are cast once; validation"],
+        ),
+        (
             ["model.fp8=true", "model.num_moe_experts=4", "model.first_last_layers_bf16=true", "model.bias=true"],
             ["4 linear layers of 2 layers", "experts multiply in fp32: grouped fp8 matmuls add no bias (`bias`)"],
         ),

@@ -140,6 +140,12 @@ def _build_module(run: RunContext, state: TrainingState, schedule: BatchSchedule
     in_fp8 = [*fp8_modules(state.model).values()]
     if keys.fp8_params:
         keep_fp8_weights(in_fp8)
+    waits = bool(run.callbacks.callbacks)
+    if waits and run.resolved.overlaps_param_sync:
+        run.logger.log(
+            "warning: `overlap_param_sync` (True) has no effect with callbacks of your own: they may read weights after "
+            "a step, so it waits until all are gathered"
+        )
     batches = RankBatchSampler(schedule, keys.micro_batch_size, mesh.data.rank, mesh.data.world_size)
     return LanguageModule(
         state.model,
@@ -167,7 +173,7 @@ def _build_module(run: RunContext, state: TrainingState, schedule: BatchSchedule
         ),
         fp8_modules=in_fp8 if run.resolved.keeps_fp8_casts else [],
         fp8_scales=state.fp8_scales,
-        waits_for_weights=bool(run.callbacks.callbacks),
+        waits_for_weights=waits,
     )
 
 

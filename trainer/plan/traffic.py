@@ -116,7 +116,7 @@ def _update_traffic(run: RunInputs, layers: Sequence[LayerInStack]) -> Iterator[
         if in_two:
             yield Collective(axis, "all-gather", trained * sums.updated, "backward", number=units, overlaps=True)
         if layout.shards > 1:
-            overlaps = run.model_config.optim.overlap_param_sync
+            overlaps = run.run.overlaps_param_sync
             during: Pass = "forward" if overlaps else "update"
             yield Collective(axis, "all-gather", trained * run.widths.weights, during, number=units, overlaps=overlaps)
 

@@ -8,11 +8,11 @@ from operator import attrgetter
 from ....models.config.families import keys_by_stack
 from ....models.config.fp8 import MULTIPLE, Fp8Keys, fp8_slice, scaling_of
 from ....models.config.key_block import Finding
+from ....models.config.peft import FROZEN_SCHEMES
 from ....models.config.sizes import head_dim_of
 from ..schema.key_index import format_value
 from .rule_context import RuleContext, no_effect, num_processes, unused
 
-_FROZEN = ("lora", "adapter", "ptuning", "ia3")
 _DELAYED = ("model.fp8_interval", "model.fp8_amax_history_len", "model.fp8_amax_compute_algo")
 _ENDS = ("model.num_layers_at_start_in_bf16", "model.num_layers_at_end_in_bf16")
 
@@ -52,7 +52,7 @@ def fp8_params_are_frozen(context: RuleContext) -> Iterator[Finding]:
     if not keys.fp8 or not keys.fp8_params:
         return
     path, scheme = "model.fp8_params", keys.peft.peft_scheme
-    if scheme not in _FROZEN:
+    if scheme not in FROZEN_SCHEMES:
         yield Finding.error(
             (path, "model.peft.peft_scheme", "model.fp8"),
             f"`fp8_params` (True) needs frozen weights (`peft_scheme` lora, adapter, ptuning or ia3, not "
