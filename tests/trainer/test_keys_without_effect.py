@@ -30,8 +30,7 @@ LORA, ADAPTER, IA3 = ([WEIGHTS, f"model.peft.peft_scheme={scheme}"] for scheme i
         (["model.optim.overlap_param_sync=true"], OPTIM + "overlap_param_sync"),
         ([*OVERLAPPED, "model.fp8=true", "model.micro_batch_size=4"], OPTIM + "overlap_param_sync"),
         (
-            [*OVERLAPPED, "model.cpu_offloading=true", "model.cpu_offloading_num_layers=1"]
-            + ["model.cpu_offloading_weights=true"],
+            [*OVERLAPPED, *(f"model.cpu_offloading{key}" for key in ("=true", "_num_layers=1", "_weights=true"))],
             OPTIM + "overlap_param_sync",
         ),
         (["data=mock", "model.data.splits_string='1,1,1'"], DATA + "splits_string"),

@@ -83,7 +83,7 @@ def test_gradients_are_sent_as_they_are_and_their_sums_in_fp32(
 
 
 def test_weights_gathered_in_the_forward_pass_cost_less() -> None:
-    """Not where all are read before the first layer runs: for the casts of several micro batches, or to be offloaded."""
+    """Not where all are read before the first layer runs: to be cast once for several micro batches, or offloaded."""
     offloaded = [f"model.cpu_offloading{key}" for key in ("=true", "_num_layers=4", "_weights=true")]
     for more, samples, acts in (
         ([], 16, True),

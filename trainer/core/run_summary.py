@@ -103,7 +103,11 @@ def describe_fp8(run: ResolvedRun, model: LanguageModel, device: torch.device) -
     number = (
         pluralize(linear, "linear layer") + experts + f" and attention of {pluralize(cores, 'layer')}" * (cores > 0)
     )
-    of = "" if all(all(each.layers) for each in slices) else f" of {pluralize(sum(sum(each.layers) for each in slices), 'layer')}"
+    of = (
+        ""
+        if all(all(each.layers) for each in slices)
+        else f" of {pluralize(sum(sum(each.layers) for each in slices), 'layer')}"
+    )
     how = ", emulated on a CPU, slowly" if device.type == "cpu" else ""
     when = "once" if run.model.peft.peft_scheme in FROZEN_SCHEMES else "once a step"
     casts = f"; weights are cast {when}" if run.keeps_fp8_casts else ""

@@ -143,8 +143,8 @@ def _build_module(run: RunContext, state: TrainingState, schedule: BatchSchedule
     waits = bool(run.callbacks.callbacks)
     if waits and run.resolved.overlaps_param_sync:
         run.logger.log(
-            "warning: `overlap_param_sync` (True) has no effect with callbacks of your own: they may read weights after "
-            "a step, so it waits until all are gathered"
+            "warning: `overlap_param_sync` (True) has no effect with callbacks of your own: they may read weights "
+            "after a step, so it waits until all are gathered"
         )
     batches = RankBatchSampler(schedule, keys.micro_batch_size, mesh.data.rank, mesh.data.world_size)
     return LanguageModule(
