@@ -295,6 +295,10 @@ def test_plan_and_explain_report_it(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", "exchange", *ranks, NCCL]) == EXIT_OK
     assert "on 2 ranks" in (text := capsys.readouterr().out)
     assert "by NCCL: model.copy_engine_collectives=False" in text
+    assert main(["explain", "exchange", *ranks, ZERO1, "model.optim.overlap_param_sync=true"]) == EXIT_OK
+    assert "; updated weights are gathered while the next forward pass runs\n" in capsys.readouterr().out
+    assert main(["explain", "exchange", *ranks, "trainer.accelerator=cpu", "trainer.precision=32"]) == EXIT_OK
+    assert capsys.readouterr().out == "weights and gradients on 2 ranks, cpu: by gloo: the ranks have no GPU\n"
     assert main(["explain", "exchange", *LLAMA, "--json"]) == EXIT_OK
     assert json.loads(capsys.readouterr().out)["exchange"] is None
     assert main(["explain", "exchange", *ranks, "--arch", "sm90"]) == EXIT_BAD_INPUT
