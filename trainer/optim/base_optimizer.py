@@ -14,7 +14,7 @@ gets them on the device, a bucket of parameters at a time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import replace
 from itertools import chain
 from typing import Any, NamedTuple
@@ -111,6 +111,7 @@ class Optimizer(torch.optim.Optimizer):
 
     Attributes:
         parts_by_name: `parts`.
+        main_alone: parameters without values of their own: `update` writes their main weights only.
         host_state: state in host memory; None without `host`.
 
     Raises:
@@ -160,6 +161,7 @@ class Optimizer(torch.optim.Optimizer):
         self.shard_of = shard_of
         self.local_rows = local_rows
         self.parts_by_name = dict(parts or {})
+        self.main_alone: Set[Tensor] = frozenset()
         self.sum_over_parts = sum_over_parts
         self.sum_over_experts = sum_over_experts
         self.sum_over_stages = sum_over_stages
@@ -305,7 +307,7 @@ class Optimizer(torch.optim.Optimizer):
         else:
             for group, group_gradients in zip(self.param_groups, gradients, strict=True):
                 shards = [
-                    ShardUpdate(name, parameter, self.placed_shard(parameter).local, gradient, self._states[parameter])
+                    ShardUpdate(name, parameter, self._written(parameter), gradient, self._states[parameter])
                     for name, parameter, gradient in zip(group["names"], group["params"], group_gradients, strict=True)
                 ]
                 self.update(group, shards, scale)
@@ -514,6 +516,12 @@ class Optimizer(torch.optim.Optimizer):
             state.setdefault("main", weight)
             shards.append(ShardUpdate(name, parameter, weight, part.view(gradient), state))
         self.update(group, shards, scale)
+
+    def _written(self, parameter: nn.Parameter) -> Tensor:
+        """Return the local shard that an update writes besides the main weight; that itself if there is no other."""
+        if parameter in self.main_alone:
+            return self._states[parameter]["main"]
+        return self.placed_shard(parameter).local
 
     def _local_gradient(self, parameter: nn.Parameter) -> Tensor:
         """Return the local shard of the accumulated gradient, and drop `.grad`."""
