@@ -80,7 +80,7 @@ def _produce(
 
 
 @jit
-def _exponents(
+def exponents(
     s, lse, distance_table, far, slope, key, query, offset, keys, scale_log2, reach,
     CAUSAL: gl.constexpr, HAS_DISTANCE: gl.constexpr, HAS_SLOPE: gl.constexpr,
 ):  # fmt: skip
@@ -118,7 +118,7 @@ def _exponents(
 
 
 @jit
-def _store(pointer, sums, key, pair, groups, keys, HEAD_DIM: gl.constexpr):
+def store_rows(pointer, sums, key, pair, groups, keys, HEAD_DIM: gl.constexpr):
     """Store rows to a contiguous tensor (batch, keys, groups, HEAD_DIM)."""
     layout: gl.constexpr = sums.type.layout
     j = key + gl.expand_dims(gl.arange(0, sums.shape[0], gl.SliceLayout(1, layout)), 1)
@@ -173,7 +173,7 @@ def _consume_both(
                 pending_product = warpgroup_mma(v, out_gradient.permute((1, 0)), zero, use_acc=False, is_async=True)
                 lse = lse_buffers.index(stage).reshape([BLOCK_M]).load(columns_layout)
                 s = warpgroup_mma_wait(1, deps=[pending])
-                weight = gl.exp2(_exponents(
+                weight = gl.exp2(exponents(
                     s, lse, distance_table, far, slope, key, i * BLOCK_M, offset, keys, scale_log2, reach,
                     CAUSAL, HAS_DISTANCE, HAS_SLOPE,
                 ))  # fmt: skip
@@ -196,8 +196,8 @@ def _consume_both(
                 release(queries_ring, step, STAGES)
                 step += 1
         release(keys_ring, iteration, KEY_STAGES)
-        _store(dk_pointer, dk * scale, key, pair, groups, keys, HEAD_DIM)
-        _store(dv_pointer, dv, key, pair, groups, keys, HEAD_DIM)
+        store_rows(dk_pointer, dk * scale, key, pair, groups, keys, HEAD_DIM)
+        store_rows(dv_pointer, dv, key, pair, groups, keys, HEAD_DIM)
 
 
 @jit
@@ -230,7 +230,7 @@ def _consume_values(
                 pending = warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
                 lse = lse_buffers.index(stage).reshape([BLOCK_M]).load(columns_layout)
                 s = warpgroup_mma_wait(0, deps=[pending])
-                weight = gl.exp2(_exponents(
+                weight = gl.exp2(exponents(
                     s, lse, lse_buffers, (0.0, 0.0), 0.0, key, i * BLOCK_M, offset, keys, scale_log2, 0,
                     CAUSAL, False, False,
                 ))  # fmt: skip
@@ -245,7 +245,7 @@ def _consume_values(
                 release(out_gradients_ring, step, STAGES)
                 step += 1
         release(keys_ring, iteration, KEY_STAGES)
-        _store(dv_pointer, dv, key, pair, groups, keys, HEAD_DIM)
+        store_rows(dv_pointer, dv, key, pair, groups, keys, HEAD_DIM)
 
 
 @jit
@@ -289,7 +289,7 @@ def _consume_keys(
                 release(out_gradients_ring, step, STAGES)
                 step += 1
         release(keys_ring, iteration, KEY_STAGES)
-        _store(dk_pointer, dk * scale, tile * BLOCK_N, pair, groups, keys, HEAD_DIM)
+        store_rows(dk_pointer, dk * scale, tile * BLOCK_N, pair, groups, keys, HEAD_DIM)
 
 
 @kernel
