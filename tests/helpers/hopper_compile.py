@@ -5,11 +5,13 @@ Must run in its own process, because kernels imported under TRITON_INTERPRET=1 c
 
 from __future__ import annotations
 
+import itertools
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
-from offline_compile import resources
+from offline_compile import disassembly, resources
 
 
 def variants() -> Iterator[tuple[str, Any, dict[str, Any]]]:
@@ -45,7 +47,11 @@ def variants() -> Iterator[tuple[str, Any, dict[str, Any]]]:
 
 
 def compile_variant(name: str, kernel: Any, constants: dict[str, Any]) -> dict[str, Any]:
-    """Compile a variant; return its registers, spills, shared memory and instruction counts."""
+    """Compile a variant; return its registers, spills, shared memory and instruction counts.
+
+    `awaited` counts the wgmma instructions that are waited for at once. ptxas does that to all of them where it finds
+    that their registers do not suffice, without a word.
+    """
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.experimental.gluon._runtime import GluonASTSource
@@ -78,7 +84,12 @@ def compile_variant(name: str, kernel: Any, constants: dict[str, Any]) -> dict[s
     source = GluonASTSource(kernel, types, constexprs, aligned)
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
     row = {"kernel": name, **constants} | resources(compiled.asm["cubin"]) | {"shared": compiled.metadata.shared}
-    return row | {"wgmma": compiled.asm["ptx"].count("wgmma.mma_async"), "triton": triton.__version__}
+    waits = re.findall(r"HGMMA|WARPGROUP\.DEPBAR", disassembly(compiled.asm["cubin"]))
+    return row | {
+        "wgmma": compiled.asm["ptx"].count("wgmma.mma_async"),
+        "awaited": sum(pair == ("HGMMA", "WARPGROUP.DEPBAR") for pair in itertools.pairwise(waits)),
+        "triton": triton.__version__,
+    }
 
 
 def compiled() -> list[dict[str, Any]]:

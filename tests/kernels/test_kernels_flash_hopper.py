@@ -297,6 +297,7 @@ def test_every_kernel_compiles_and_keeps_its_loops_in_registers(compilers: ForkS
     assert len(rows) == 57
     for row in rows:
         assert row["wgmma"] >= (12 if row["kernel"] == "lse" else 24), row
+        assert row["awaited"] <= row["wgmma"] / 3, row
         assert row["shared"] <= 227 * 1024, row
         assert row["stack"] <= (640 if row.get("HAS_DISTANCE") else 200), row
 
