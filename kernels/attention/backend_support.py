@@ -40,6 +40,8 @@ MIN_FLASH_ATTN, FLASH_ATTN_UPPER_BOUND = (2, 7, 3), (2, 9, 0)  # 2.7.3 brought B
 HOPPER_HEAD_DIMS = (64, 128, 256)
 # the diagonal sums of a tile of keys have 2 R / 64 bands; for a larger R they are not small compared to K and V
 MAX_HOPPER_REACH = 512
+# the fewest keys, by head width and causal mask, from which one backward kernel is faster than two on an H100
+FUSED_BACKWARD_FROM = {(64, True): 4096, (64, False): 16384, (128, False): 16384}
 INSTALL_TE = "pip install 'stoker[te]'"
 INSTALL_FLASH_ATTN = "pip install 'stoker[flash]'"
 
@@ -252,6 +254,17 @@ def hopper_kernels_support(head_dim: int, *, options: tuple[object, ...], relati
     return head_dim in widths and reach <= MAX_HOPPER_REACH and not any(options)
 
 
+def fused_backward_support(head_dim: int, queries: int, keys: int, *, causal: bool, relative_bias: bool) -> bool:
+    """True if the sm_90 kernels, where they run, compute all gradients in one kernel, with sums of dQ in fp32.
+
+    With a causal mask, for as many queries as keys and a multiple of 256 of them; `pair_tiles` may still decline.
+    """
+    shortest = FUSED_BACKWARD_FROM.get((head_dim, causal))
+    return not (
+        shortest is None or keys < shortest or relative_bias or (causal and (queries != keys or keys % 256 != 0))
+    )
+
+
 def uses_hopper_kernels(call: AttentionCall, installed: InstalledSoftware) -> bool:
     """True if `triton` runs the call with its sm_90 kernels, as `flash/hopper/supported_calls.py` decides later."""
     options = (
@@ -266,6 +279,18 @@ def uses_hopper_kernels(call: AttentionCall, installed: InstalledSoftware) -> bo
         and hopper_kernels_support(
             call.head_dim, options=options, relative_bias=call.bias_is_relative, reach=call.reach
         )
+    )
+
+
+_FP32_DQ_ACCUMULATOR = ("sdpa_flash", "sdpa_cudnn", "sdpa_efficient", "flash_attn", "te_flash", "te_fused")
+
+
+def accumulates_dq(backend: str, call: AttentionCall) -> bool:
+    """True if the backward pass of a backend accumulates dQ in a separate fp32 buffer."""
+    if backend != "triton":
+        return backend in _FP32_DQ_ACCUMULATOR
+    return uses_hopper_kernels(call, InstalledSoftware(torch=(2, 11), triton=MIN_TRITON)) and fused_backward_support(
+        call.head_dim, call.queries, call.keys, causal=call.causal, relative_bias=call.bias_is_relative
     )
 
 
