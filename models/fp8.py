@@ -172,20 +172,23 @@ def cast_fp8_weights(modules: Iterable[nn.Module]) -> None:
 
 
 def keep_fp8_weights(modules: Iterable[nn.Module]) -> None:
-    """Keep the frozen weights of `fp8_modules` in fp8 alone, but those of experts."""
+    """Keep the weights of `fp8_modules` in fp8 alone."""
     for module in modules:
-        for product, weight in () if isinstance(module, Experts) else _weights(module):
-            if not weight.requires_grad:
-                product.keep_in_fp8(weight)
+        for product, weight in _weights(module):
+            product.keep_in_fp8(weight)
 
 
-def _weights(module: nn.Module) -> list[tuple[Fp8Product, Tensor]]:
+def weights_in_fp8(model: nn.Module) -> dict[nn.Parameter, Fp8Product]:
+    """Return the parameters that are kept in fp8 alone."""
+    found = (pair for module in fp8_modules(model).values() for pair in _weights(module))
+    return {weight: product for product, weight in found if product.is_alone}
+
+
+def _weights(module: nn.Module) -> list[tuple[Fp8Product, nn.Parameter]]:
     if isinstance(module, Experts):
         assert module.fp8 is not None
-        return [
-            (product, weight.flatten(0, 1))
-            for product, weight in zip(module.fp8, (module.up, module.down), strict=True)
-        ]
+        return list(zip(module.fp8, (module.up, module.down), strict=True))
     assert isinstance(module, _Multiplies)
     assert module.fp8 is not None
+    assert isinstance(module.weight, nn.Parameter)
     return [(module.fp8, module.weight)]

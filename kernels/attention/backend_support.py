@@ -2,9 +2,8 @@
 
 Each `why_not_*` function returns the reason why its backend does not support a call, or None if it does. The limits of
 PyTorch's SDPA backends are those its own dispatcher checks (aten/src/ATen/native/transformers: cuda/sdp_utils.cpp and
-sdp_utils_cpp.cpp), plus cases with known wrong results; the tests compare the CPU rows with PyTorch's behaviour. The
-limits of TransformerEngine and flash-attn are those of TransformerEngine's backend selection
-(transformer_engine/pytorch/attention/dot_product_attention/utils.py, 2.20) and of flash-attn's README.
+sdp_utils_cpp.cpp), plus cases with known wrong results; the tests compare the CPU rows with PyTorch's behaviour.
+Those of TransformerEngine and flash-attn are in `te_support.py`.
 """
 
 from __future__ import annotations
@@ -14,6 +13,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from .call_spec import AttentionCall, InstalledSoftware
+from .support_checks import MAX_SM, MIN_SM, architecture, format_version, why_not_flash_2_head_dim, why_not_on_gpu
+from .te_support import why_not_flash_attn, why_not_te_flash, why_not_te_fused, why_not_te_unfused
 
 BackendFamily = Literal["flash", "fused", "unfused", "named"]
 BackendName = Literal[
@@ -32,37 +33,12 @@ BackendName = Literal[
 ]
 SupportCheck = Callable[[AttentionCall, InstalledSoftware], "str | None"]
 
-MIN_SM, MAX_SM = (8, 0), (12, 1)  # architectures that PyTorch builds its flash and cuDNN kernels for
 MIN_TRITON = (3, 6)
-MIN_TE, TE_UPPER_BOUND = (2, 18), (3, 0)  # 2.18 brought NVTE_FLASH_ATTN_V2, _V3 and _V4
-MIN_TE_FP8 = (2, 20)  # first release whose quantizers, GEMM and fp8 attention are known to take these arguments
-MIN_FLASH_ATTN, FLASH_ATTN_UPPER_BOUND = (2, 7, 3), (2, 9, 0)  # 2.7.3 brought Blackwell; TransformerEngine needs it too
 HOPPER_HEAD_DIMS = (64, 128, 256)
 # the diagonal sums of a tile of keys have 2 R / 64 bands; for a larger R they are not small compared to K and V
 MAX_HOPPER_REACH = 512
-INSTALL_TE = "pip install 'stoker[te]'"
-INSTALL_FLASH_ATTN = "pip install 'stoker[flash]'"
-
-
-def format_version(version: tuple[int, ...]) -> str:
-    """Format a version: (2, 11) as 2.11."""
-    return ".".join(map(str, version))
-
-
-def _sm(call: AttentionCall) -> str:
-    major, minor = call.capability or (0, 0)
-    return f"sm_{major}{minor}"
-
-
-def _gpu(call: AttentionCall) -> str | None:
-    """Require a CUDA device and dtype with the 16-bit tensor cores that the fast kernels are written for."""
-    if call.device != "cuda" or call.capability is None:
-        return f"needs a CUDA device, not {call.device}"
-    if not MIN_SM <= call.capability <= MAX_SM:
-        return f"needs sm_80 to sm_121, not {_sm(call)}"
-    if call.dtype not in ("bf16", "fp16"):
-        return f"supports bf16 and fp16, not {call.dtype}"
-    return None
+# the fewest keys, by head width and causal mask, from which one backward kernel is faster than two on an H100
+FUSED_BACKWARD_FROM = {(64, True): 4096, (64, False): 16384, (128, False): 16384}
 
 
 # ---------------------------------------------------------------- PyTorch's SDPA
@@ -97,24 +73,11 @@ def _why_not_flash_on_cpu(call: AttentionCall) -> str | None:
     return f"SDPA flash on a CPU does not support {' or '.join(unsupported)}" if unsupported else None
 
 
-def _flash_2_head_dim(call: AttentionCall) -> str | None:
-    """Check the head width for FlashAttention 2, which PyTorch's flash backend is as well."""
-    if call.has_other_values:
-        return f"supports value heads of the keys' width ({call.head_dim}) only, not {call.value_dim}"
-    if call.head_dim > 256:
-        return f"supports head widths up to 256, not {call.head_dim}"
-    sm = call.capability or MIN_SM
-    little_shared_memory = (8, 6) <= sm <= (8, 9) or sm >= (12, 0)
-    if little_shared_memory and call.training and call.head_dim > 192 and (call.dropout or call.head_dim <= 224):
-        return f"has no backward pass for head width {call.head_dim} on {_sm(call)}"
-    return None
-
-
 def why_not_sdpa_flash(call: AttentionCall, installed: InstalledSoftware) -> str | None:
     """Check PyTorch's FlashAttention 2 on CUDA, its blocked kernel on CPU."""
     if call.device == "cpu":
         return _sdpa_shape(call) or _why_not_flash_on_cpu(call)
-    if reason := _gpu(call) or _sdpa_shape(call) or _sdpa_determinism(call, installed):
+    if reason := why_not_on_gpu(call) or _sdpa_shape(call) or _sdpa_determinism(call, installed):
         return reason
     if call.bias != "none":
         return "does not support a bias"
@@ -122,7 +85,7 @@ def why_not_sdpa_flash(call: AttentionCall, installed: InstalledSoftware) -> str
         return "does not support a mask, which packed documents need"
     if call.padding:
         return "does not support a mask, which padding needs"
-    return _flash_2_head_dim(call)
+    return why_not_flash_2_head_dim(call)
 
 
 def why_not_sdpa_efficient(call: AttentionCall, installed: InstalledSoftware) -> str | None:
@@ -130,9 +93,9 @@ def why_not_sdpa_efficient(call: AttentionCall, installed: InstalledSoftware) ->
     if call.device != "cuda" or call.capability is None:
         return f"needs a CUDA device, not {call.device}"
     if not (5, 0) <= call.capability <= MAX_SM:
-        return f"needs sm_50 to sm_121, not {_sm(call)}"
+        return f"needs sm_50 to sm_121, not {architecture(call)}"
     if call.dtype == "fp64" or (call.dtype == "bf16" and call.capability < MIN_SM):
-        return f"does not support {call.dtype} on {_sm(call)}"
+        return f"does not support {call.dtype} on {architecture(call)}"
     if reason := _sdpa_shape(call) or _sdpa_determinism(call, installed):
         return reason
     tensor_cores = call.capability >= MIN_SM or (call.capability >= (7, 0) and call.dtype == "fp16")
@@ -145,7 +108,7 @@ def why_not_sdpa_efficient(call: AttentionCall, installed: InstalledSoftware) ->
 
 def why_not_sdpa_cudnn(call: AttentionCall, installed: InstalledSoftware) -> str | None:
     """Check cuDNN's fused attention through SDPA, CUDA only."""
-    if reason := _gpu(call):
+    if reason := why_not_on_gpu(call):
         return reason
     cudnn = installed.cudnn
     if cudnn is None or cudnn < 90000:
@@ -216,7 +179,7 @@ def _why_not_own_kernels(call: AttentionCall, installed: InstalledSoftware) -> s
     elif installed.interpreted:
         return "Triton runs in interpreter mode in this process (TRITON_INTERPRET=1), which does not use the GPU"
     elif call.capability < MIN_SM:
-        return f"needs sm_80 or later, not {_sm(call)}"
+        return f"needs sm_80 or later, not {architecture(call)}"
     elif call.dtype == "fp64":
         return "supports bf16, fp16 and fp32, not fp64"
     return _own_head_dim(call)
@@ -252,6 +215,17 @@ def hopper_kernels_support(head_dim: int, *, options: tuple[object, ...], relati
     return head_dim in widths and reach <= MAX_HOPPER_REACH and not any(options)
 
 
+def fused_backward_support(head_dim: int, queries: int, keys: int, *, causal: bool, relative_bias: bool) -> bool:
+    """True if the sm_90 kernels, where they run, compute all gradients in one kernel, with sums of dQ in fp32.
+
+    With a causal mask, for as many queries as keys and a multiple of 256 of them; `pair_tiles` may still decline.
+    """
+    shortest = FUSED_BACKWARD_FROM.get((head_dim, causal))
+    return not (
+        shortest is None or keys < shortest or relative_bias or (causal and (queries != keys or keys % 256 != 0))
+    )
+
+
 def uses_hopper_kernels(call: AttentionCall, installed: InstalledSoftware) -> bool:
     """True if `triton` runs the call with its sm_90 kernels, as `flash/hopper/supported_calls.py` decides later."""
     options = (
@@ -266,6 +240,18 @@ def uses_hopper_kernels(call: AttentionCall, installed: InstalledSoftware) -> bo
         and hopper_kernels_support(
             call.head_dim, options=options, relative_bias=call.bias_is_relative, reach=call.reach
         )
+    )
+
+
+_FP32_DQ_ACCUMULATOR = ("sdpa_flash", "sdpa_cudnn", "sdpa_efficient", "flash_attn", "te_flash", "te_fused")
+
+
+def accumulates_dq(backend: str, call: AttentionCall) -> bool:
+    """True if the backward pass of a backend accumulates dQ in a separate fp32 buffer."""
+    if backend != "triton":
+        return backend in _FP32_DQ_ACCUMULATOR
+    return uses_hopper_kernels(call, InstalledSoftware(torch=(2, 11), triton=MIN_TRITON)) and fused_backward_support(
+        call.head_dim, call.queries, call.keys, causal=call.causal, relative_bias=call.bias_is_relative
     )
 
 
@@ -286,186 +272,6 @@ def why_not_lse_first(call: AttentionCall, installed: InstalledSoftware) -> str 
     }
     unsupported = [name for name, used in options.items() if used]
     return f"does not support {' or '.join(unsupported)}" if unsupported else None
-
-
-# ---------------------------------------------------------------- TransformerEngine
-
-
-def why_not_te(installed: InstalledSoftware) -> str | None:
-    """Return why TransformerEngine cannot be used for any call, or None."""
-    if installed.te is None:
-        return f"TransformerEngine is not installed ({INSTALL_TE})"
-    if not MIN_TE <= installed.te < TE_UPPER_BOUND:
-        supported = f"from {format_version(MIN_TE)} up to {format_version(TE_UPPER_BOUND)}"
-        return f"needs TransformerEngine {supported}, found {format_version(installed.te)}"
-    return installed.te_problem or None
-
-
-def _why_not_in_te(call: AttentionCall, installed: InstalledSoftware) -> str | None:
-    if call.device != "cuda" or call.capability is None:
-        return f"needs a CUDA device, not {call.device}"
-    if reason := why_not_te(installed):
-        return reason
-    if call.padding:
-        return "TransformerEngine supports padding as lengths only, not as an arbitrary mask"
-    if call.has_other_values:
-        return "stoker calls TransformerEngine with one head width for keys and values"
-    if call.attention_chunk:
-        return "TransformerEngine does not support chunked attention"
-    if call.sinks:
-        return "TransformerEngine supports attention sinks only as a parameter of its own module"
-    return "TransformerEngine supports a softcap in some versions only" if call.softcap else None
-
-
-def why_not_te_fused(call: AttentionCall, installed: InstalledSoftware) -> str | None:
-    """Check cuDNN's fused attention through TransformerEngine."""
-    if reason := _why_not_in_te(call, installed) or _gpu(call):
-        return reason
-    if call.fp8:
-        return _why_not_te_fp8(call, installed)
-    cudnn, sm = installed.cudnn or 0, call.capability or MIN_SM
-    needed = 90700 if sm >= (10, 0) else 90300
-    if cudnn < needed or cudnn in (91000, 91001):
-        return f"needs cuDNN {needed} or later and neither 91000 nor 91001, found {installed.cudnn or 'none'}"
-    widest = 256 if sm == (9, 0) and cudnn >= 90500 else 128
-    if call.head_dim > widest or call.head_dim % 8:
-        return f"supports head widths up to {widest} that are multiples of 8, not {call.head_dim}"
-    if call.causal and call.queries > call.keys:
-        return f"does not support a causal mask over more queries ({call.queries}) than keys ({call.keys})"
-    if call.causal and call.queries != call.keys:
-        if cudnn < 90700:
-            return f"needs cuDNN 90700 for a causal mask over unequal lengths, found {cudnn}"
-        if call.dropout or call.bias != "none":
-            return "supports a causal mask over unequal lengths only without dropout and without bias"
-    return _why_not_te_fused_options(call, cudnn, sm)
-
-
-def _why_not_te_fused_options(call: AttentionCall, cudnn: int, sm: tuple[int, int]) -> str | None:
-    """Check windows, packed documents, biases and determinism for `te_fused`."""
-    if call.window is not None:
-        if call.dropout or call.bias != "none" or call.queries > call.keys:
-            return "supports a window only without dropout, without bias and with no more queries than keys"
-        if call.window[1] > 0 and cudnn < 90600:
-            return f"needs cuDNN 90600 for a window to the right, found {cudnn}"
-    if call.packed:
-        if call.bias != "none":
-            return "does not support a bias with packed documents"
-        if sm < (9, 0) or cudnn < 90600:
-            return f"supports packed documents from sm_90 and cuDNN 90600 on, not {_sm(call)} and {cudnn}"
-        if sm >= (12, 0) and cudnn < 91801:
-            return f"needs cuDNN 91801 for packed documents on {_sm(call)}, found {cudnn}"
-    if call.training and call.deterministic:
-        if sm < (9, 0) or sm >= (12, 0):
-            return f"its backward pass is not deterministic on {_sm(call)}"
-        if call.bias_requires_grad:
-            return "its gradient of a bias is not deterministic"
-        if sm >= (10, 0) and (cudnn < 91801 or call.dropout or call.bias != "none"):
-            return f"its backward pass is deterministic on {_sm(call)} from cuDNN 91801 on, without dropout and bias"
-        max_documents = call.batch * call.queries  # the actual number is known on the device only
-        if call.packed and max_documents * call.heads * call.queries * call.keys >= 1 << 30:
-            return "its deterministic backward pass needs too much workspace for this many packed tokens"
-    return None
-
-
-def _why_not_te_fp8(call: AttentionCall, installed: InstalledSoftware) -> str | None:
-    """Check `te_fused` in fp8, forward and backward (common/fused_attn/fused_attn.cpp)."""
-    cudnn, sm = installed.cudnn or 0, call.capability or MIN_SM
-    if installed.te is not None and installed.te < MIN_TE_FP8:
-        needed, found = map(format_version, (MIN_TE_FP8, installed.te))
-        return f"needs TransformerEngine {needed} for fp8, found {found}"
-    if not (9, 0) <= sm < (12, 0):
-        return f"multiplies in fp8 on sm_90 to sm_110 (Hopper, Blackwell of data centers), not {_sm(call)}"
-    if cudnn < 90700 or cudnn == 91000:
-        return f"needs cuDNN 90700 or later and not 91000 for fp8, found {installed.cudnn or 'none'}"
-    if call.head_dim != 128 and (sm < (10, 0) or call.head_dim > 128 or call.head_dim % 16):
-        widths = "heads 128 wide" if sm < (10, 0) else "head widths up to 128 that are multiples of 16"
-        return f"supports {widths} in fp8 on {_sm(call)}, not {call.head_dim}"
-    options = {
-        "a bias": call.bias != "none",
-        "packed documents": call.packed,
-        "a window": call.window is not None,
-        "dropout": bool(call.dropout),
-        "a causal mask over unequal lengths": call.causal and call.queries != call.keys,
-    }
-    if unsupported := [name for name, used in options.items() if used]:
-        return f"does not support {' or '.join(unsupported)} in fp8"
-    if call.deterministic and cudnn < (needed := 91900 if sm < (10, 0) else 91800):
-        return f"its backward pass in fp8 is deterministic from cuDNN {needed} on, found {cudnn}"
-    return None
-
-
-def _why_not_flash_kernels(call: AttentionCall) -> str | None:
-    if reason := _gpu(call):
-        return reason
-    if call.head_dim % 8:
-        return f"supports head widths that are multiples of 8, not {call.head_dim}"
-    return None
-
-
-def why_not_te_flash(call: AttentionCall, installed: InstalledSoftware) -> str | None:
-    """Check the flash-attn packages through TransformerEngine, which prefers versions 4 and 3 over 2."""
-    if reason := _why_not_in_te(call, installed) or _why_not_flash_kernels(call):
-        return reason
-    if call.bias != "none":
-        return "does not support a bias"
-    sm, head_dim = call.capability or MIN_SM, call.head_dim
-    newer = (installed.flash_attn_3 and sm == (9, 0)) or (installed.flash_attn_4 and sm >= (9, 0))
-    too_wide = head_dim > 256 or (head_dim == 256 and call.deterministic and call.training)
-    if newer and not call.dropout and not too_wide:
-        return None
-    if reason := _why_not_flash_2_in_te(call, installed, sm):
-        unsupported = "dropout" if call.dropout else f"head width {head_dim} here"
-        return (f"FlashAttention 3 and 4 do not support {unsupported}; " if newer else "") + reason
-    return None
-
-
-def _why_not_flash_2_in_te(call: AttentionCall, installed: InstalledSoftware, sm: tuple[int, int]) -> str | None:
-    if installed.flash_attn is None:
-        return f"flash-attn is not installed ({INSTALL_FLASH_ATTN})"
-    if not MIN_FLASH_ATTN <= installed.flash_attn < (2, 8, 4):
-        return f"TransformerEngine supports flash-attn 2.7.3 to 2.8.3, found {format_version(installed.flash_attn)}"
-    if 192 < call.head_dim <= 256 and sm not in ((8, 0), (9, 0), (10, 0), (12, 0)):
-        return f"supports head widths up to 192 on {_sm(call)}, not {call.head_dim}"
-    return _flash_2_head_dim(call)
-
-
-def why_not_te_unfused(call: AttentionCall, installed: InstalledSoftware) -> str | None:
-    """Check TransformerEngine's unfused attention."""
-    if reason := _why_not_in_te(call, installed):
-        return reason
-    if call.dtype == "fp64" or (call.capability is not None and call.dtype == "bf16" and call.capability < MIN_SM):
-        return f"does not support {call.dtype} on {_sm(call)}"
-    if (call.causal or call.window is not None) and call.queries > call.keys:
-        return "returns the mean of all values for queries that see no key"
-    return None
-
-
-# ---------------------------------------------------------------- flash-attn
-
-
-def why_not_flash_attn(call: AttentionCall, installed: InstalledSoftware) -> str | None:
-    """Check the flash-attn package, FlashAttention 2."""
-    if call.device != "cuda":
-        return f"needs a CUDA device, not {call.device}"
-    if installed.flash_attn is None:
-        return f"flash-attn is not installed ({INSTALL_FLASH_ATTN})"
-    if not MIN_FLASH_ATTN <= installed.flash_attn < FLASH_ATTN_UPPER_BOUND:
-        supported = f"from {format_version(MIN_FLASH_ATTN)} up to {format_version(FLASH_ATTN_UPPER_BOUND)}"
-        return f"needs flash-attn {supported}, found {format_version(installed.flash_attn)}"
-    if reason := _why_not_flash_kernels(call):
-        return reason
-    if call.bias not in ("none", "slopes"):
-        problem = "a gradient for" if call.bias_is_alibi else "a bias other than"
-        return f"does not support {problem} ALiBi slopes"
-    if call.padding:
-        return "does not support a mask, which padding needs"
-    if call.attention_chunk:
-        return "does not support chunked attention, which FlashAttention 3 brought"
-    if call.sinks:
-        return "does not support attention sinks"
-    if call.softcap and call.dropout:
-        return "does not support dropout with a softcap"
-    return _flash_2_head_dim(call)
 
 
 # ---------------------------------------------------------------- the table

@@ -5,17 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from .backend_support import (
-    BACKENDS,
-    BACKENDS_BY_NAME,
-    INSTALL_TE,
-    Backend,
-    BackendFamily,
-    uses_hopper_kernels,
-    why_not_te,
-)
+from .backend_support import BACKENDS, BACKENDS_BY_NAME, Backend, BackendFamily, uses_hopper_kernels
 from .call_spec import AttentionCall, InstalledSoftware, MeasuredTimes
 from .flags import AttentionFlags
+from .te_support import INSTALL_TE, why_not_te
 
 FAMILIES: tuple[BackendFamily, ...] = ("flash", "fused", "unfused")
 LARGE_SCORES_BYTES = 1 << 30

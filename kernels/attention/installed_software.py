@@ -11,8 +11,8 @@ from importlib import metadata
 import torch
 
 from ..launch import INTERPRETED
-from .backend_support import why_not_te
 from .call_spec import InstalledSoftware
+from .te_support import why_not_te
 
 
 def torch_version() -> tuple[int, int]:

@@ -15,9 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..attention.backend_support import MIN_TE_FP8, format_version, why_not_te
 from ..attention.backends.transformer_engine import import_transformer_engine
 from ..attention.call_spec import InstalledSoftware
+from ..attention.support_checks import format_version
+from ..attention.te_support import MIN_TE_FP8, why_not_te
 from ..launch import disable_compile
 from .delayed_scaling import GRADIENT, INPUT, WEIGHT, DelayedScales
 from .linear import check_weight

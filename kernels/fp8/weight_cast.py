@@ -84,7 +84,7 @@ def forward_cast(
         amax = found
     else:
         rows = Quantized(data, scale, recipe.weights)
-        if recipe.transposes_weights:  # the weight itself may be the data of its cast
+        if recipe.transposes_weights:  # of the weight itself there may be no more
             weight, amax = data, (scale, None)
     assert rows is not None
     return rows, ((weight, *amax) if columns[0] is None else (None, *columns))

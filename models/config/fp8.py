@@ -48,9 +48,10 @@ class Fp8Keys(ConfigBlock):
     whole, so that results do not depend on the layout; False: each takes that of its part, which saves messages. With
     `fp8_recipe: delayed` all ranks with the same layers, once a step, and never False over several."""
     fp8_params: bool = False
-    """With `fp8` and a PEFT scheme whose weights are all frozen: keep the weights of the linear layers that multiply in
-    fp8 as their casts alone, a byte per weight (rowwise two); validation multiplies with these values. Weights that are
-    trained stay in their dtype."""
+    """With `fp8`: keep the weights that multiply in fp8 as their casts alone, a byte per weight (rowwise two);
+    validation multiplies with these values. Weights that are trained are cast from fp32 main weights after each update,
+    and a distributed optimizer all-gathers their casts; with a PEFT scheme all of them are frozen. Training computes
+    the same bits as without."""
     fp8_dot_product_attention: bool = False
     """With `fp8` and `transformer_engine: True`: attention multiplies in fp8 too in training, forward and backward, by
     cuDNN's kernels through TransformerEngine, with delayed scales whatever the recipe. An error where these have no
@@ -72,7 +73,7 @@ class Fp8Slice:
         recipe: formats and scaling.
         layers: True for each layer whose linear layers multiply in fp8.
         reduce_amax: ranks that hold parts of a tensor take the scale of the whole.
-        keeps_weights: frozen weights of linear layers are kept in fp8 alone.
+        keeps_weights: weights are kept in fp8 alone.
         transformer_engine: `transformer_engine` is True.
         attention: attention multiplies in fp8 too.
     """
@@ -123,7 +124,7 @@ class Fp8Slice:
     def description(self) -> str:
         """Recipe and formats, for logs."""
         formats = self.recipe.forward if self.recipe.forward == self.recipe.backward else "e4m3, gradients e5m2"
-        kept = ", frozen weights kept in fp8" if self.keeps_weights else ""
+        kept = ", weights kept in fp8" if self.keeps_weights else ""
         return f"{self.recipe.scaling} scaling, {formats}{kept}"
 
 

@@ -7,13 +7,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ...kernels.attention.backend_support import BACKENDS_BY_NAME
+from ...kernels.attention.backend_support import BACKENDS_BY_NAME, accumulates_dq
 from ...kernels.attention.dispatch import BackendSelection
 from ...kernels.attention.recompute_scores import supports_call
 from ..config.dense_stack import AttentionSlice
-
-_FP32_DQ_ACCUMULATOR = ("sdpa_flash", "sdpa_cudnn", "sdpa_efficient", "flash_attn", "te_flash", "te_fused")
-"""Backends whose backward pass accumulates dQ in a separate fp32 buffer."""
 
 
 class CoreMemory(NamedTuple):
@@ -77,7 +74,7 @@ def core_memory(attention: AttentionSlice, decision: BackendSelection, itemsize:
         inputs=inputs,
         log_sum_exp=call.batch * call.queries * attention.heads * 4,
         scores=bias,
-        working=bias + (accumulator if decision.backend in _FP32_DQ_ACCUMULATOR else 0),
+        working=bias + (accumulator if accumulates_dq(decision.backend, call) else 0),
         output=output,
     )
 

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...kernels.fp8.operands import Source
-from ..parallel.fp8 import Fp8Product
+from ..parallel.fp8 import Fp8Product, dense_weight
 
 
 class Fp8Linear(nn.Linear):
@@ -23,8 +23,7 @@ class Fp8Linear(nn.Linear):
         """Map (..., in) to (..., out)."""
         if self.fp8 is not None and self.training:
             return self.fp8.linear(input, self.weight, self.bias)
-        weight = self.weight if self.fp8 is None else self.fp8.dense(self.weight, input.dtype)
-        return F.linear(input, weight, self.bias)
+        return F.linear(input, dense_weight(self.weight, self.fp8, input.dtype), self.bias)
 
     def of_source(self, input: Tensor, source: Source) -> Tensor:
         """Return `forward` of an input that `source` makes, which is cast instead of it; only where `reads_source`."""

@@ -17,7 +17,7 @@ from ..config.stack import StackSlice
 from ..layers.dropout import ACTIVATION, LayerDropout, require_dropout
 from ..layers.mlp import load_activation
 from ..parallel.expert import ExpertParallel
-from ..parallel.fp8 import Fp8Product
+from ..parallel.fp8 import Fp8Product, dense_weight
 from .dispatch import DISPATCHERS, Dispatched, DispatcherName, ExpertInputs
 from .overlapped_experts import overlapped_experts
 from .router import Routing
@@ -126,7 +126,7 @@ class Experts(nn.Module):
             return self.compute(sent.receive())
         dtype = tokens.arriving.dtype  # not that of the weights under autocast
         up, down, up_bias, down_bias = (
-            None if each is None else each.to(dtype) for each in (self.up, self.down, self.up_bias, self.down_bias)
+            None if each is None else each.to(dtype) for each in (*self._dense(), self.up_bias, self.down_bias)
         )
         assert up is not None
         assert down is not None
@@ -141,8 +141,7 @@ class Experts(nn.Module):
             inputs.tokens,
             inputs.experts,
             inputs.gates,
-            self.up,
-            self.down,
+            *self._dense(),
             nonlinearity=self.nonlinearity,
             gated=self.gated,
             up_bias=self.up_bias,
@@ -155,6 +154,11 @@ class Experts(nn.Module):
             implementation=self.implementation if inputs.capacity is None else "padded",
             residual=residual,
         )
+
+    def _dense(self) -> tuple[Tensor, Tensor]:
+        """Return the weights, or the values of those that are kept in fp8."""
+        up, down = self.fp8 or (None, None)
+        return dense_weight(self.up, up, self.up.dtype), dense_weight(self.down, down, self.down.dtype)
 
     def _compute_in_fp8(
         self, inputs: ExpertInputs, fp8: tuple[Fp8Product, Fp8Product], residual: Tensor | None

@@ -60,12 +60,14 @@ class Fp8Product:
         weight_reduce: over the ranks that hold parts of the weight.
         cast: cast of the weight, which holds until it changes, and of its transpose where the backward cannot transpose
             it; None: each forward and backward casts it.
+        is_alone: the weight is its cast, see `keep_in_fp8`.
     """
 
     recipe: Fp8Recipe
     reduce: AmaxReduce | None = None
     weight_reduce: AmaxReduce | None = None
     cast: WeightCast | None = None
+    is_alone: bool = False
 
     @property
     def reads_source(self) -> bool:
@@ -92,22 +94,40 @@ class Fp8Product:
 
     @torch.no_grad()
     def cast_weight(self, weight: Tensor) -> None:
-        """Cast the weight anew into the memory of the casts before."""
-        columns = not self.recipe.transposes_weights
-        self.cast = cast_weight(weight, self.recipe, columns=columns, reduce=self.weight_reduce, out=self.cast)
+        """Cast the weight (N, K), or experts (E, N, K) as one weight, into the memory of the cast before."""
+        options: dict[str, Any] = {"columns": not self.recipe.transposes_weights, "reduce": self.weight_reduce}
+        self.cast = cast_weight(weight.flatten(0, -2), self.recipe, out=self.cast, **options)
+
+    @torch.no_grad()
+    def cast_rows(self, values: Tensor, amax: Tensor, rows: Tensor) -> None:
+        """Cast some rows of a weight, with the amax (1,) of all of it, into these rows of the cast; one is enough for
+        its scale.
+        """
+        assert self.cast is not None
+        fresh = quantize(
+            values, self.recipe.forward, self.recipe.weights, columns=False, amax=(amax, amax), **self.recipe.options
+        ).rows
+        assert fresh is not None
+        rows.copy_(fresh.data[: rows.shape[0]])
+        self.cast.rows.scale.copy_(fresh.scale)
 
     @torch.no_grad()
     def keep_in_fp8(self, weight: Tensor) -> None:
-        """Replace the values of a frozen weight (N, K) by those of its cast, in fp8."""
-        self.cast_weight(weight)
-        assert self.cast is not None
-        weight.data = self.cast.rows.data
+        """Cast a weight and free its memory: the parameter keeps shape and dtype, of which its gradient is.
 
-    def dense(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return a weight, or the values of one that is kept in fp8, in this dtype."""
-        if self.cast is None or weight.dtype not in DTYPES.values():
-            return weight
-        return dequantize(self.cast.rows).to(dtype)
+        All of its elements are one NaN, so that no use of them goes unnoticed: torch refuses to write them.
+        """
+        self.cast_weight(weight)
+        self.is_alone = True
+        weight.data = torch.full((), torch.nan, dtype=weight.dtype, device=weight.device).expand(weight.shape)
+
+
+def dense_weight(weight: Tensor, product: Fp8Product | None, dtype: torch.dtype) -> Tensor:
+    """Return a weight, or the values of one that is kept in fp8, in this dtype."""
+    if product is None or not product.is_alone:
+        return weight
+    assert product.cast is not None
+    return dequantize(product.cast.rows).to(dtype).view(weight.shape)
 
 
 @dataclass

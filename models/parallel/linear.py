@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .collectives import SharedRows, TensorParallel, column_linear, reduce_partial, row_linear, sum_partial
-from .fp8 import Fp8Product, fp8_column_linear
+from .fp8 import Fp8Product, dense_weight, fp8_column_linear
 from .layout import ParallelLayout
 from .partition import Partition, RankPart, even_partition, set_partitions
 from .traffic import Collective
@@ -48,7 +48,8 @@ class ColumnParallelLinear(nn.Linear):
         if self.fp8 is not None and self.training:
             matrices = input, self.weight, self.bias, self.fp8
             return fp8_column_linear(*matrices, self.ranks, gathers=gathers, shared=self.shared_rows)
-        return column_linear(input, self.weight, self.bias, self.ranks, gathers=gathers, shared=self.shared_rows)
+        weight = dense_weight(self.weight, self.fp8, input.dtype)
+        return column_linear(input, weight, self.bias, self.ranks, gathers=gathers, shared=self.shared_rows)
 
 
 def shared_rows(part: RankPart) -> tuple[SharedRows, ...]:
@@ -87,7 +88,7 @@ class RowParallelLinear(nn.Linear):
         """Map (batch, tokens, in / ranks) to (batch, tokens, out), or to the rank's share of the tokens."""
         if self.fp8 is not None and self.training:
             return self.add_bias(sum_partial(self.fp8.linear(input, self.weight, None), self.ranks))
-        return self.add_bias(row_linear(input, self.weight, self.ranks))
+        return self.add_bias(row_linear(input, dense_weight(self.weight, self.fp8, input.dtype), self.ranks))
 
     def add_bias(self, output: Tensor) -> Tensor:
         """Return the sum of the ranks' products with the bias."""

@@ -18,7 +18,7 @@ from ..layers.fused_linear import FusedLinear
 from ..layers.norm import LayerNorm, RMSNorm
 from ..moe.dispatch import Dispatched, ExpertInputs
 from ..moe.experts import Experts
-from ..parallel.fp8 import Fp8Product
+from ..parallel.fp8 import Fp8Product, dense_weight
 from .added_parameters import PeftModule, init_matrix
 
 
@@ -121,7 +121,7 @@ class LoRALinear(FusedLinear, LoRAUpdate):
             return output if residual is None else residual + output
         return lora_linear(
             inputs,
-            self.weight if self.fp8 is None else self.fp8.dense(self.weight, inputs.dtype),
+            dense_weight(self.weight, self.fp8, inputs.dtype),
             self.bias,
             self.lora_a,
             self.lora_b,

@@ -21,6 +21,7 @@ from ..layers.dropout import DropoutMask, require_dropout
 from ..layers.fused_linear import FusedLinear
 from ..layers.norm import LayerNorm, RMSNorm
 from ..parallel.collectives import column_linear, lora_column_linear, sum_partial
+from ..parallel.fp8 import dense_weight
 from ..parallel.linear import ColumnParallelLinear, RowParallelLinear
 from ..parallel.partition import set_partitions
 from .lora import LoRALinear, LoRAUpdate
@@ -75,7 +76,7 @@ class LoRAColumnParallelLinear(ColumnParallelLinear, _LoRAParallelLinear):
             return output + self.lora.scale * update
         return lora_column_linear(
             input,
-            self.weight,
+            dense_weight(self.weight, self.fp8, input.dtype),
             self.bias,
             self.lora_a,
             self.lora_b,
@@ -104,11 +105,11 @@ class LoRARowParallelLinear(RowParallelLinear, _LoRAParallelLinear):
 
     def forward(self, input: Tensor, dropout: DropoutMask | None = None) -> Tensor:
         """See `RowParallelLinear.forward`; `dropout` is the mask of the input."""
-        matrices = self.weight, None, self.lora_a, self.lora_b
         dropped = self.dropped(input, dropout)
         if self.fp8 is not None and self.training:
             partial = self.fp8.linear(input, self.weight, None) + self.update(input if dropped is None else dropped)
             return self.add_bias(sum_partial(partial, self.ranks))
+        matrices = dense_weight(self.weight, self.fp8, input.dtype), None, self.lora_a, self.lora_b
         partial = lora_linear(input, *matrices, scale=self.lora.scale, parts=self.parts, dropped=dropped)
         return self.add_bias(sum_partial(partial, self.ranks))
 

@@ -16,6 +16,7 @@ REGISTERS = {
     "cross_entropy_smoothed": 128,
     "cross_entropy_capped": 128,
     "cross_entropy_per_token_with_z_loss": 128,
+    "dropout": 64,
     "forked_norm_256": 96,
     "forked_norm_256_again": 96,
     "forked_norm_1024": 96,
@@ -39,6 +40,7 @@ REGISTERS = {
     "rotary_split_backward": 96,
     "scale": 64,
     "scaled_sum": 64,
+    "sum": 200,
     "sum_of_squares": 80,
     "sum_of_squares_aligned": 32,
 }

@@ -80,6 +80,7 @@ MODELS: dict[str, list[str]] = {
     "selective": [*GPT, "model.activations_checkpoint_modules=[mlp_activation,norm]"],
     "offload": [*GPT, "model.cpu_offloading=true", "model.cpu_offloading_num_layers=1"],
     "offloaded optimizer": [*GPT, "model.cpu_offloading_optimizer=true"],
+    "weights in fp8": [*GPT, "model.normalization=rmsnorm", "model.fp8=true", "model.fp8_params=true"],
 }
 
 ZERO1 = ["model.optim.name=distributed_fused_adam"]
@@ -198,6 +199,7 @@ RUNS: dict[tuple[str, int], list[str]] = {
     ("selective", 2): ["full", "sequence", "p2p"],
     ("offload", 2): ["ddp", "zero1", "grad", "sequence"],
     ("offloaded optimizer", 2): ["zero1", "full", "tensor"],
+    ("weights in fp8", 2): ["ddp", "zero1", "zero1, NCCL", "grad", "tensor", "pipeline"],
     ("deep", 4): [name for name in FOUR if not name.startswith(("alltoall", "allgather", "t5", "a2a,"))],
     ("t5", 4): ["t5 pipeline, sequence", "a2a, sequence", "hybrid"],
     ("experts", 4): [name for name in FOUR if name.startswith(("alltoall", "allgather"))],
@@ -291,8 +293,9 @@ def all_cases() -> list[Case]:
     for (model, ranks), names in RUNS.items():
         for name in names:
             keys = LAYOUTS[ranks][name]
-            cases.append(Case(model, ranks, name, keys, "fp32", (ranks, name) not in resumed))
-            resumed.add((ranks, name))
+            if "model.fp8=true" not in MODELS[model]:
+                cases.append(Case(model, ranks, name, keys, "fp32", (ranks, name) not in resumed))
+                resumed.add((ranks, name))
             cases.append(Case(model, ranks, name, keys, "bf16"))
             if name in COMPILED.get((model, ranks), []):
                 cases.append(Case(model, ranks, name, keys, "compiled"))

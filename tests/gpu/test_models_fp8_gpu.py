@@ -69,16 +69,19 @@ def test_compiled_runs_with_cuda_graphs_are_near_bf16(tmp_path: Path, recipe: st
     assert found != in_bf16
 
 
-def test_weights_kept_in_fp8_train_as_their_casts(tmp_path: Path) -> None:
-    """As CUDA graphs, with validation, two micro batches a step; the same adapters as with casts beside the weights."""
-    graph = {"model__compile": True, "model__enable_cuda_graph": True, "model__peft__peft_scheme": "lora"}
+@pytest.mark.parametrize("scheme", ["lora", None], ids=["frozen", "trained"])
+def test_weights_kept_in_fp8_train_as_their_casts(tmp_path: Path, scheme: str | None) -> None:
+    """As CUDA graphs, with validation, two micro batches a step; the same tensors as with casts beside the weights."""
+    graph = {"model__compile": True, "model__enable_cuda_graph": True, "model__peft__peft_scheme": scheme}
     settings, held = LLAMA | graph | {"model__fp8": True, "trainer__val_check_interval": 4}, []
     for name, kept in (("casts", False), ("kept", True)):
         run_training(tiny_config(tmp_path / name, **settings, model__fp8_params=kept))
         held.append(losses(tmp_path / name))
     assert held[0] == held[1]
-    adapters = [(tmp_path / name / "checkpoints/step-8/adapter.safetensors").read_bytes() for name in ("casts", "kept")]
-    assert adapters[0] == adapters[1]
+    for kind in ("optimizer", "model" if scheme is None else "adapter"):
+        names = (tmp_path / name / f"checkpoints/step-8/{kind}.safetensors" for name in ("casts", "kept"))
+        first, second = (path.read_bytes() for path in names)
+        assert first == second, kind
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -96,8 +99,14 @@ def test_train_2n_equals_train_n_resume_train_n(tmp_path: Path, recipe: str) -> 
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"model__num_moe_experts": 4, "model__moe_router_topk": 2}, {"model__megatron_amp_O2": False}, FULL],
-    ids=["dense", "experts", "autocast", "recompute"],
+    [
+        {},
+        {"model__num_moe_experts": 4, "model__moe_router_topk": 2},
+        {"model__megatron_amp_O2": False},
+        FULL,
+        {"model__fp8_params": True},
+    ],
+    ids=["dense", "experts", "autocast", "recompute", "weights in fp8"],
 )
 def test_a_step_never_waits_for_the_device(tmp_path: Path, steps_without_sync: list[int], changes: Any) -> None:
     settings = LLAMA | {"model__fp8": True, "model__compile": False, "trainer__log_every_n_steps": 2}
@@ -142,13 +151,25 @@ LORA = {"peft_scheme": "lora", "lora_tuning": {"adapter_dim": 8, "target_modules
     [
         {},
         {"kept": True},
+        {"fp8_params": True},
+        {"fp8_params": True, "compile": True},
         {"peft": LORA},
         {"peft": LORA, "fp8_params": True},
         {"peft": LORA, "fp8_params": True, "compile": True},
         {"compile": True},
         {"compile": True} | LAYER_NORM,
     ],
-    ids=["plain", "kept", "lora", "lora in fp8", "lora in fp8, compiled", "compiled", "compiled layer norm and gelu"],
+    ids=[
+        "plain",
+        "kept",
+        "in fp8",
+        "in fp8, compiled",
+        "lora",
+        "lora in fp8",
+        "lora in fp8, compiled",
+        "compiled",
+        "compiled layer norm and gelu",
+    ],
 )
 def test_gradients_are_those_of_the_emulation(recipe: str, changes: dict[str, Any]) -> None:
     """Sums in another order flip some roundings to fp8, each by an eighth of a value."""

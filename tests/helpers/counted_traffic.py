@@ -110,6 +110,7 @@ def compare(directory: str, size: int, cases: list[dict[str, Any]]) -> list[dict
 
 
 def _rank(directory: Path, size: int, cases: list[dict[str, Any]], rank: int) -> list[dict[str, dict[str, int]]]:
+    import eager_fp8_experts  # noqa: F401
     from torch._C._distributed_c10d import FileStore
 
     from stoker.trainer.distributed.process_group import init_distributed, shutdown_distributed

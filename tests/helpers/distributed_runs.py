@@ -278,10 +278,16 @@ def _norm_with(value: float, optimizer: Any, gradients: list[list[Tensor]]) -> T
 
 
 def _state(module: Any) -> dict[str, Any]:
-    """Return the rank's shards of weights and optimizer state."""
+    """Return the rank's shards of weights and optimizer state; of weights that are kept in fp8 the bits of it."""
+    from stoker.models.fp8 import weights_in_fp8
     from stoker.trainer.utils.local_shard import local_shards
 
-    return local_shards(module.model, dict(module.model.named_parameters())) | module.unwrapped_optimizer.local_shards()
+    weights: dict[str, Any] = dict(module.model.named_parameters())
+    in_fp8: dict[Tensor, Any] = {**weights_in_fp8(module.model)}
+    for name, weight in weights.items():
+        if weight in in_fp8:
+            weights[name] = in_fp8[weight].cast.rows.data.view(torch.uint8)
+    return local_shards(module.model, weights) | module.unwrapped_optimizer.local_shards()
 
 
 def _rank(directory: Path, size: int, rank: int, changes: dict[str, Any]) -> None:

@@ -5,15 +5,18 @@ Must run in its own process, because kernels imported under TRITON_INTERPRET=1 c
 
 from __future__ import annotations
 
+import itertools
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
-from offline_compile import resources
+from offline_compile import disassembly, resources
 
 
 def variants() -> Iterator[tuple[str, Any, dict[str, Any]]]:
     """Yield (name, kernel, constexprs) of each kernel as launched by `hopper/launchers.py`."""
+    from stoker.kernels.attention.backend_support import FUSED_BACKWARD_FROM
     from stoker.kernels.attention.flash.hopper import launchers
 
     for head_dim in (64, 128, 256):
@@ -37,10 +40,18 @@ def variants() -> Iterator[tuple[str, Any, dict[str, Any]]]:
                 )
                 blocks = (launchers._DKDV_DISTANCE if distance else launchers._DKDV)[head_dim]
                 yield "dkdv", launchers.hopper_dkdv, shared | {"DIAGONALS": distance} | blocks.constants()
+            if (head_dim, causal) in FUSED_BACKWARD_FROM:
+                blocks = launchers._FUSED[head_dim]
+                constants = {"BLOCK_M": blocks.queries, "BLOCK_N": blocks.keys, "STAGES": blocks.stages}
+                yield "fused", launchers.hopper_fused_backward, {"HEAD_DIM": head_dim, "CAUSAL": causal} | constants
 
 
 def compile_variant(name: str, kernel: Any, constants: dict[str, Any]) -> dict[str, Any]:
-    """Compile a variant; return its registers, spills, shared memory and instruction counts."""
+    """Compile a variant; return its registers, spills, shared memory and instruction counts.
+
+    `awaited` counts the wgmma instructions that are waited for at once. ptxas does that to all of them where it finds
+    that their registers do not suffice, without a word.
+    """
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.experimental.gluon._runtime import GluonASTSource
@@ -55,19 +66,30 @@ def compile_variant(name: str, kernel: Any, constants: dict[str, Any]) -> dict[s
             types[argument] = "constexpr"
         elif kind == "descriptor" and name_stem in ("lse", "delta"):
             types[argument] = f"tensordesc<fp32[1, {constants['BLOCK_M']}],{launchers._ROW!r}>"
+        elif argument == "sums_descriptor":
+            types[argument] = f"tensordesc<fp32[1, 64, 1, 64],{launchers._SUMS!r}>"
+        elif argument == "dq_descriptor" and name == "fused":
+            types[argument] = f"tensordesc<bf16[1, 64, 1, 64],{launchers._TILE!r}>"
         elif kind == "descriptor":
             rows = block.get(name_stem, constants["BLOCK_M"])
             types[argument] = f"tensordesc<bf16[1, {rows}, 1, {constants['HEAD_DIM']}],{launchers._TILE!r}>"
         elif kind == "pointer":
-            types[argument] = {"dk": "*bf16", "dv": "*bf16", "order": "*i32"}.get(name_stem, "*fp32")
+            types[argument] = {"dk": "*bf16", "dv": "*bf16", "order": "*i32", "turns": "*i32"}.get(name_stem, "*fp32")
             aligned[(index,)] = [["tt.divisibility", 16]]
         else:
             types[argument] = "fp32" if argument.startswith("scale") else "i32"
-    constexprs = {(kernel.arg_names.index(constant),): value for constant, value in constants.items()}
+    constexprs = {
+        (kernel.arg_names.index(constant),): value for constant, value in constants.items() if types.get(constant)
+    }
     source = GluonASTSource(kernel, types, constexprs, aligned)
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
     row = {"kernel": name, **constants} | resources(compiled.asm["cubin"]) | {"shared": compiled.metadata.shared}
-    return row | {"wgmma": compiled.asm["ptx"].count("wgmma.mma_async"), "triton": triton.__version__}
+    waits = re.findall(r"HGMMA|WARPGROUP\.DEPBAR", disassembly(compiled.asm["cubin"]))
+    return row | {
+        "wgmma": compiled.asm["ptx"].count("wgmma.mma_async"),
+        "awaited": sum(pair == ("HGMMA", "WARPGROUP.DEPBAR") for pair in itertools.pairwise(waits)),
+        "triton": triton.__version__,
+    }
 
 
 def compiled() -> list[dict[str, Any]]:

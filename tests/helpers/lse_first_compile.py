@@ -91,20 +91,24 @@ def softmax(variant: Variant) -> tuple[Any, dict[str, Any], dict[str, Any]]:
     """Return kernel, constexprs and launch options of a masked softmax."""
     import triton.language as tl
 
-    from stoker.kernels import masked_softmax
+    from stoker.kernels import masked_softmax_kernels as kernels
 
     forward, sinks = variant.kind.startswith("softmax_forward"), variant.kind.endswith("sinks")
     constants: dict[str, Any] = {"CAUSAL": True, "ACCUMULATE": tl.float32}
     constants |= {"MASKED": True, "HAS_SINK": sinks} if forward else {"ROW_SUMS": sinks}
     if not sinks:
         constants |= dict.fromkeys(("sinks_pointer", "sink_weights_pointer") if forward else ("row_sums_pointer",))
-    if variant.width > masked_softmax.ONE_PASS_COLUMNS:
-        kernel = masked_softmax._long_forward_kernel if forward else masked_softmax._long_backward_kernel
-        vector = {"VECTOR": masked_softmax.VECTOR} if forward else {}
-        return kernel, constants | {"BLOCK": masked_softmax.STEP} | vector, {"num_warps": masked_softmax.LONG_WARPS}
-    tile = masked_softmax._tile(variant.width)
+    if variant.width > kernels.ONE_PASS_COLUMNS:
+        kernel = kernels.long_masked_softmax_kernel if forward else kernels.long_masked_softmax_backward_kernel
+        vector = {"VECTOR": kernels.VECTOR} if forward else {}
+        return kernel, constants | {"BLOCK": kernels.STEP} | vector, {"num_warps": kernels.LONG_WARPS}
+    tile = kernels.row_tile(variant.width)
     options = {"num_warps": tile.pop("num_warps")}
-    return (masked_softmax._forward_kernel if forward else masked_softmax._backward_kernel), constants | tile, options
+    return (
+        (kernels.masked_softmax_kernel if forward else kernels.masked_softmax_backward_kernel),
+        constants | tile,
+        options,
+    )
 
 
 def compile_variant(variant: Variant) -> dict[str, Any]:

@@ -218,16 +218,24 @@ def cases(capability: int) -> list[tuple[str, Any, dict[str, str], dict[str, Any
     ]
 
 
-def resources(cubin: bytes) -> dict[str, int]:
-    """Return registers, stack and spilled bytes of a compiled kernel, as reported by cuobjdump."""
+def _cuobjdump(cubin: bytes, option: str) -> str:
     import triton
 
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        text = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
-    usage = {key: int(value) for key, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", text)}
+        return subprocess.run([tool, option, file.name], capture_output=True, text=True, check=True).stdout
+
+
+def disassembly(cubin: bytes) -> str:
+    """Return the machine instructions of a compiled kernel."""
+    return _cuobjdump(cubin, "-sass")
+
+
+def resources(cubin: bytes) -> dict[str, int]:
+    """Return registers, stack and spilled bytes of a compiled kernel, as reported by cuobjdump."""
+    usage = {key: int(value) for key, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", _cuobjdump(cubin, "-res-usage"))}
     return {"registers": usage["REG"], "stack": usage["STACK"], "local": usage["LOCAL"]}
 
 

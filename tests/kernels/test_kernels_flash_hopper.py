@@ -1,5 +1,7 @@
 """The Hopper kernels: what they serve, that they compile without a GPU, and on one that they are right."""
 
+import dataclasses
+import itertools
 import math
 from typing import Any
 
@@ -11,15 +13,24 @@ from tiers import cases, extra, full_only
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from stoker.kernels import flash_attention
-from stoker.kernels.attention.backend_support import AttentionCall, InstalledSoftware, uses_hopper_kernels
+from stoker.kernels.attention.backend_support import (
+    FUSED_BACKWARD_FROM,
+    AttentionCall,
+    InstalledSoftware,
+    accumulates_dq,
+    uses_hopper_kernels,
+)
+from stoker.kernels.attention.call_spec import Bias
 from stoker.kernels.attention.flash import ops
-from stoker.kernels.attention.flash.hopper import supported_calls
+from stoker.kernels.attention.flash.hopper import launchers, supported_calls
 from stoker.kernels.attention.flash.hopper.delta import compute_delta_and_lse_base_2
 from stoker.kernels.attention.flash.hopper.distance_bias import distance_gradient, distance_table, num_bands
+from stoker.kernels.attention.flash.hopper.fused_backward import num_visits, visit
 from stoker.kernels.attention.flash.hopper.supported_calls import make_tma_compatible
 from stoker.kernels.attention.flash.hopper.tile_scheduler import (
     balance_tiles,
     key_tiles_per_query_tile,
+    pair_tiles,
     query_tiles_per_key_tile,
 )
 from stoker.kernels.attention.flash.kernel_arguments import FlashAttentionParams as FlashProblem
@@ -143,11 +154,94 @@ def test_delta_and_base_2(with_lse_gradient: bool) -> None:
         gradient = torch.randn(batch, 3, rows, 16).transpose(1, 2)
         lse, lse_gradient = torch.randn(batch, 3, rows), torch.randn(batch, 3, rows)
         lse[:, :, rows // 2] = float("-inf")
-        delta, base_2 = compute_delta_and_lse_base_2(out, lse, gradient, lse_gradient if with_lse_gradient else None)
+        delta, base_2, zeros = compute_delta_and_lse_base_2(
+            out, lse, gradient, lse_gradient if with_lse_gradient else None
+        )
         expected = (out * gradient).sum(3).transpose(1, 2) - (lse_gradient if with_lse_gradient else 0)
         assert torch.allclose(delta[..., :rows], expected.masked_fill(lse == float("-inf"), 0.0), atol=1e-5)
         assert torch.allclose(base_2[..., :rows], (lse / math.log(2)).masked_fill(lse == float("-inf"), math.inf))
         assert delta.stride(1) % 4 == 0
+        assert zeros.shape == (batch, 3, -(-rows // 64))
+        assert not zeros.any()
+
+
+# tiles of keys, tiles of queries in one of keys, heads in a group, groups, multiprocessors
+@pytest.mark.parametrize(
+    "shape",
+    cases([(32, 2, 1, 64, 132), (8, 1, 4, 60, 132), (128, 2, 1, 6, 132), (2, 1, 3, 500, 4), (10, 2, 2, 3, 16)], fast=3),
+)
+def test_tiles_of_keys_take_turns_without_waiting(shape: tuple[int, ...]) -> None:
+    """With a causal mask, all programs in step: each tile of queries is visited once by each tile of keys, in turn."""
+    tiles, per_keys, heads, pairs, programs = shape
+    lists = pair_tiles(tiles, pairs, programs)
+    assert 0 < len(lists) <= programs
+    seen: dict[tuple[int, ...], tuple[int, int]] = {}
+    for numbers in lists:
+        assert numbers[0] * 2 == len(numbers) - 1
+        step = 0
+        for tile, pair in zip(numbers[1::2], numbers[2::2], strict=True):
+            for phase, head in itertools.product(range(2), range(heads)):
+                for j in range(num_visits.fn(tile, phase, tiles * per_keys, per_keys, True)):
+                    query_tile, turn = visit.fn(tile, phase, j, tiles * per_keys, per_keys, True)
+                    assert seen.setdefault((pair, head, query_tile, turn), (step, tile)) == (step, tile)
+                    step += 1
+    for pair, head, query_tile in itertools.product(range(pairs), range(heads), range(tiles * per_keys)):
+        visits = [seen.pop((pair, head, query_tile, turn)) for turn in range(query_tile // per_keys + 1)]
+        assert sorted(tile for _, tile in visits) == list(range(len(visits)))
+        assert all(a < b for (a, _), (b, _) in itertools.pairwise(visits))
+    assert not seen
+
+
+def test_pairs_of_tiles_are_left_to_other_kernels_where_programs_would_be_idle() -> None:
+    assert pair_tiles(32, 64, 132)
+    assert pair_tiles(4, 3, 132)
+    assert not pair_tiles(266, 16, 132), "a head has more programs than there are multiprocessors"
+    assert not pair_tiles(120, 3, 132), "two heads, then one, of 60 programs each"
+    assert not pair_tiles(2, 20, 132), "a list of three tiles takes longer than two kernels"
+
+
+def test_without_a_mask_tiles_of_keys_take_turns_in_the_order_of_all_lists() -> None:
+    """So whose turn is before has been started before: no list has an earlier tile of keys after a later one."""
+    assert num_visits.fn(3, 0, 7, 2, False) == 7
+    assert [visit.fn(3, 0, j, 7, 2, False) for j in range(7)] == [(j, 3) for j in range(7)]
+    pairs = 30
+    for programs in (5, 132):
+        lists = balance_tiles(query_tiles_per_key_tile(1000, 3000, 64, 128, False), pairs, 1, programs)
+        for _, *rest in lists:
+            turns = [(pair, tile) for tile, pair in zip(rest[::2], rest[1::2], strict=True)]
+            assert turns == sorted(turns)
+
+
+@CAUSAL
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_one_kernel_for_all_gradients_from_a_length_on(
+    monkeypatch: pytest.MonkeyPatch, head_dim: int, causal: bool
+) -> None:
+    """The plan counts the sums of dQ of what the kernels take."""
+    monkeypatch.setattr(launchers, "paired_tile_order", lambda *_: torch.zeros(1))
+    monkeypatch.setattr(launchers, "_order_of_keys", lambda *_: torch.zeros(1))
+    shortest = FUSED_BACKWARD_FROM.get((head_dim, causal), 1 << 30)
+    shapes: list[tuple[int, int, Bias]] = [
+        (2048, 2048, "none"), (4096, 4096, "none"), (4160, 4160, "none"), (16384, 16384, "none"), (4096, 16384, "none"),
+        (16384, 16384, "slopes"), (16384, 16384, "distance_with_gradient"),
+    ]  # fmt: skip
+    for queries, keys, bias in shapes:
+        call = AttentionCall(
+            device="cuda", capability=(9, 0), dtype="bf16", batch=1, heads=4, groups=2, head_dim=head_dim,
+            queries=queries, keys=keys, causal=causal, bias=bias, reach=64 if "distance" in bias else 0, training=True,
+        )  # fmt: skip
+        with FakeTensorMode():
+            q, k = (torch.empty(1, n, heads, head_dim) for n, heads in ((queries, 4), (keys, 2)))
+            none = None
+            problem = FlashProblem(
+                none, torch.empty(4, 129) if "distance" in bias else None, torch.empty(4) if bias == "slopes" else None,
+                none, none, none, none, none, -1, 0 if causal else -1, 0.1, 0.0, 0.0, queries, keys,
+            )  # fmt: skip
+            taken = launchers.fused_order(q, k, problem) is not None
+        assert taken == (keys >= shortest and bias == "none" and (not causal or queries == keys != 4160))
+        assert accumulates_dq("triton", call) == taken
+        assert not accumulates_dq("triton", dataclasses.replace(call, capability=(8, 0)))
+        assert accumulates_dq("sdpa_cudnn", call)
 
 
 def test_table_of_distances_holds_every_tile_that_is_not_far() -> None:
@@ -200,9 +294,10 @@ def test_the_dispatcher_knows_what_the_gate_lets_in(monkeypatch: pytest.MonkeyPa
 def test_every_kernel_compiles_and_keeps_its_loops_in_registers(compilers: ForkServer) -> None:
     """Spilled scalars cost nothing; a spilled tile would be kilobytes."""
     rows = compilers.call("hopper_compile", "compiled")
-    assert len(rows) == 54
+    assert len(rows) == 57
     for row in rows:
         assert row["wgmma"] >= (12 if row["kernel"] == "lse" else 24), row
+        assert row["awaited"] <= row["wgmma"] / 3, row
         assert row["shared"] <= 227 * 1024, row
         assert row["stack"] <= (640 if row.get("HAS_DISTANCE") else 200), row
 
@@ -249,6 +344,78 @@ def test_accuracy(hopper_calls: list[bool], head_dim: int, causal: bool, dtype: 
     assert_accurate(flash_attention, many, dtype, "cuda")
     assert len(hopper_calls) == 2 * (len(lengths) + 1)
     assert all(hopper_calls)
+
+
+@pytest.fixture
+def fused_calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Compute all gradients in one kernel at any length; the list receives the number of keys of each call."""
+    lengths: list[int] = []
+    launch = launchers.launch_fused_backward
+
+    def watched(saved: Any, *arguments: Any) -> Any:
+        lengths.append(saved.k.shape[1])
+        return launch(saved, *arguments)
+
+    monkeypatch.setattr(launchers, "launch_fused_backward", watched)
+    for key in itertools.product((64, 128), (False, True)):
+        monkeypatch.setitem(FUSED_BACKWARD_FROM, key, 0)
+    return lengths
+
+
+@pytest.mark.gpu
+@HALF
+@CAUSAL
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_accuracy_of_the_fused_backward(
+    fused_calls: list[int], head_dim: int, causal: bool, dtype: torch.dtype
+) -> None:
+    """Of heads that take one program, several, and fewer programs than there are heads."""
+    only_on_hopper()
+    shapes = [(512, 512, 2, 8, 4), (768, 768, 2, 6, 6), (1280, 1280, 3, 40, 8)]
+    shapes += [] if causal else [(1, 1, 1, 1, 1), (300, 77, 2, 4, 2), (77, 300, 2, 4, 1), (1000, 1000, 3, 40, 8)]
+    for queries, keys, batch, heads, groups in shapes:
+        case = Case(
+            head_dim=head_dim, causal=causal, queries=queries, keys=keys, batch=batch, heads=heads, groups=groups
+        )
+        assert_accurate(flash_attention, case, dtype, "cuda")
+    sinks = Case(head_dim=head_dim, causal=causal, queries=512, keys=512, batch=2, heads=8, groups=4, sinks=True)
+    assert_accurate(flash_attention, sinks, dtype, "cuda")
+    assert fused_calls == [*(keys for _, keys, *_ in shapes), 512]
+
+
+@pytest.mark.gpu
+@CAUSAL
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_fused_backward_has_the_same_bits_on_busy_streams_and_in_a_graph(
+    fused_calls: list[int], head_dim: int, causal: bool
+) -> None:
+    """Programs wait for each other, so none may be kept from running."""
+    problem = served(
+        Case(head_dim=head_dim, causal=causal, queries=2048, keys=2048, batch=2, heads=16, groups=4), torch.bfloat16
+    )
+    tensors = list(problem.tensors.values())
+    upstream = torch.randn_like(tensors[0])
+
+    def gradients() -> tuple[torch.Tensor, ...]:
+        out: Any = flash_attention(*tensors, causal=causal)
+        return torch.autograd.grad(out, tensors, upstream)
+
+    first = gradients()
+    streams = [torch.cuda.Stream() for _ in range(4)]
+    torch.cuda.synchronize()
+    results = []
+    for stream in streams * 8:
+        with torch.cuda.stream(stream):
+            results.append(gradients())
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = gradients()
+    for _ in range(3):
+        graph.replay()
+        results.append(tuple(tensor.clone() for tensor in captured))
+    assert len(fused_calls) == 1 + 32 + 1
+    assert all(torch.equal(a, b) for result in results for a, b in zip(result, first, strict=True))
 
 
 @pytest.mark.gpu
@@ -302,10 +469,13 @@ def test_portable_kernels_are_as_accurate(monkeypatch: pytest.MonkeyPatch, head_
 
 @pytest.mark.gpu
 @CAUSAL
-@pytest.mark.parametrize(("head_dim", "bias"), [(64, "reach"), (128, "reach"), (64, "slopes"), (256, "")])
-def test_same_bits_each_time(head_dim: int, bias: str, causal: bool) -> None:
+@pytest.mark.parametrize(
+    ("head_dim", "bias", "length"),
+    [(64, "reach", 2000), (128, "reach", 2000), (64, "slopes", 2000), (64, "", 4096), (128, "", 2000), (256, "", 2000)],
+)
+def test_same_bits_each_time(head_dim: int, bias: str, length: int, causal: bool) -> None:
     more: dict[str, Any] = {"reach": 128} if bias == "reach" else {"slopes": bias == "slopes"}
-    case = Case(head_dim=head_dim, causal=causal, queries=2000, keys=2000, heads=8, groups=4, **more)
+    case = Case(head_dim=head_dim, causal=causal, queries=length, keys=length, heads=8, groups=4, **more)
     problem = served(case, torch.bfloat16)
     first = run(flash_attention, problem)
     for _ in range(20):

@@ -7,7 +7,7 @@ import torch
 from attention_cases import attend
 from tiers import DEVICES, cases, extra, looped
 
-from stoker.kernels import masked_softmax
+from stoker.kernels import masked_softmax, masked_softmax_kernels
 from stoker.kernels.attention.backends import unfused
 from stoker.kernels.attention.backends.unfused import UnfusedAttention
 from stoker.kernels.attention.packed_sequences import PackedSequences
@@ -135,7 +135,7 @@ def test_a_mask_may_be_strided(device):
 @pytest.mark.parametrize("one_pass", [1 << 15, 16])
 @pytest.mark.usefixtures("kernels")
 def test_nothing_visible_gives_zero_and_nothing_hidden_leaks(one_pass, device, monkeypatch):
-    monkeypatch.setattr(masked_softmax, "ONE_PASS_COLUMNS", one_pass)
+    monkeypatch.setattr(masked_softmax_kernels, "ONE_PASS_COLUMNS", one_pass)
     x, mask = seeded(1, 2, 4, 40, device=device), random_mask(1, 1, 4, 40, device=device)
     mask[:, :, 1] = True
     gradient = seeded(*x.shape, seed=3, device=device)
@@ -157,8 +157,8 @@ def test_long_rows_are_read_twice_with_the_same_result(columns, masked, causal, 
     mask = random_mask(1, 2, 1, columns) if masked else None
     gradient = seeded(*x.shape, seed=3)
     once = forward_and_backward(scaled_masked_softmax, x, gradient, mask, 0.5, causal)
-    monkeypatch.setattr(masked_softmax, "ONE_PASS_COLUMNS", 0)
-    monkeypatch.setattr(masked_softmax, "STEP", 64)
+    monkeypatch.setattr(masked_softmax_kernels, "ONE_PASS_COLUMNS", 0)
+    monkeypatch.setattr(masked_softmax_kernels, "STEP", 64)
     twice = forward_and_backward(scaled_masked_softmax, x, gradient, mask, 0.5, causal)
     for got, wanted in zip(twice, once, strict=True):
         torch.testing.assert_close(got, wanted, rtol=1e-6, atol=1e-7)
@@ -186,9 +186,9 @@ def test_large_scores_lose_nothing(magnitude):
 @pytest.mark.parametrize("causal", [*extra(False), True])
 @pytest.mark.usefixtures("kernels")
 def test_gradients_of_the_kernels_in_fp64(one_pass, causal, monkeypatch):
-    monkeypatch.setattr(masked_softmax, "ONE_PASS_COLUMNS", one_pass)
-    monkeypatch.setattr(masked_softmax, "STEP", 4)
-    monkeypatch.setattr(masked_softmax, "VECTOR", 2)
+    monkeypatch.setattr(masked_softmax_kernels, "ONE_PASS_COLUMNS", one_pass)
+    monkeypatch.setattr(masked_softmax_kernels, "STEP", 4)
+    monkeypatch.setattr(masked_softmax_kernels, "VECTOR", 2)
     x = seeded(1, 1, 3, 5, dtype=torch.float64, scale=1.0).requires_grad_()
     mask = torch.tensor([False, True, False, False, False])
     torch.autograd.gradcheck(lambda t: scaled_masked_softmax(t, mask, 0.8, causal), (x,), fast_mode=True)
@@ -226,7 +226,7 @@ def test_sinks_take_part_in_the_denominator(dtype, one_pass, device, monkeypatch
     """Against a softmax over one more column, of the same rounded inputs; rows without keys included."""
     if dtype == torch.float64 and device != "cpu":
         pytest.skip("GPUs compute in fp32")
-    monkeypatch.setattr(masked_softmax, "ONE_PASS_COLUMNS", one_pass)
+    monkeypatch.setattr(masked_softmax_kernels, "ONE_PASS_COLUMNS", one_pass)
     x, mask = seeded(2, 3, 7, 40, dtype=dtype, device=device), random_mask(2, 1, 1, 40, device=device)
     mask[1] = True
     gradient = seeded(*x.shape, seed=3, dtype=dtype, device=device)

@@ -7,6 +7,7 @@ In fp64 the values before each cast agree to rounding over all layouts, so the c
 from __future__ import annotations
 
 from functools import partialmethod
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from parallel_models import batch_of, build
 from tiers import extra
 
 from stoker.kernels.fp8.operands import dequantize
-from stoker.models.fp8 import cast_fp8_weights, fp8_modules, keep_fp8_weights
+from stoker.models.fp8 import cast_fp8_weights, fp8_modules, keep_fp8_weights, weights_in_fp8
 
 FP8: dict[str, Any] = {"fp8": True, "hidden_size": 64, "ffn_hidden_size": 64, "bias": False, "init_method_std": 0.1}
 LLAMA = FP8 | {"activation": "swiglu", "num_query_groups": 2, "normalization": "rmsnorm"}
@@ -143,9 +144,14 @@ def test_weights_cast_for_a_step_are_those_cast_for_each_pass(changes: dict[str,
     assert not torch.equal(fresh[name], wanted[name])
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise"])
-@pytest.mark.parametrize("changes", [LORA, {"peft": {"peft_scheme": "ia3"}}, LORA | {"compile": True}])
-def test_frozen_weights_kept_in_fp8_train_as_their_casts(changes: dict[str, Any], recipe: str) -> None:
+@pytest.mark.parametrize(
+    ("changes", "recipe"),
+    [
+        *product((LORA, {"peft": {"peft_scheme": "ia3"}}, {}), ("tensorwise", "rowwise", "blockwise")),
+        *product((LORA | {"compile": True}, {"compile": True}), ("tensorwise", *extra("rowwise", "blockwise"))),
+    ],
+)
+def test_weights_kept_in_fp8_train_as_their_casts(changes: dict[str, Any], recipe: str) -> None:
     changes = LLAMA | changes | {"fp8_recipe": recipe}
     with pytest.MonkeyPatch.context() as patch:
         compile_module: Any = torch.nn.Module.compile
@@ -155,9 +161,15 @@ def test_frozen_weights_kept_in_fp8_train_as_their_casts(changes: dict[str, Any]
         keep_fp8_weights(fp8_modules(kept).values())
         (loss, found), (wanted_loss, wanted) = passes(changes, kept), passes(changes, casts)
         assert torch.equal(loss, wanted_loss)
+        assert found.keys() == wanted.keys()
         assert all(torch.equal(found[name], each) for name, each in wanted.items())
-        weights = [module.weight for module in fp8_modules(kept).values()]
-        assert {weight.dtype for weight in weights} == {torch.float8_e4m3fn}
+        weights = weights_in_fp8(kept)
+        assert list(weights) == [module.weight for module in fp8_modules(kept).values()]
+        for weight in weights:  # an element for all, so that no use of it is unnoticed
+            assert weight.untyped_storage().nbytes() == weight.itemsize
+            assert weight.isnan().all()
+            with torch.no_grad(), pytest.raises(RuntimeError, match="single memory location"):
+                weight.copy_(torch.ones_like(weight))
         cast_modules: dict[str, Any] = fp8_modules(casts)
         for name, module in cast_modules.items():  # validation multiplies with the values of the casts
             module.weight.data = dequantize(module.fp8.cast.rows, torch.float64)

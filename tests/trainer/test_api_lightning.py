@@ -176,6 +176,11 @@ def test_batches_of_a_loader_of_ones_own_have_their_own_mean():
             {},
             "`model.fp8_dot_product_attention` (True) needs the loop of stoker, which updates and saves its scales",
         ),
+        (
+            ["model.fp8=True", "model.fp8_params=True", "trainer.precision=bf16"],
+            {},
+            "`model.fp8_params` (True) needs the loop of stoker",
+        ),
         (["exp_manager.ema.enable=True"], {}, "`exp_manager.ema.enable` (True) needs the loop of stoker"),
         (["model.context_parallel_size=2", "trainer.devices=2"], {}, "`model.context_parallel_size` (2) needs"),
     ],

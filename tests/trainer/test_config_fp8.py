@@ -10,6 +10,27 @@ from tiers import looped
 
 from stoker.kernels.fp8.recipe import Fp8Recipe
 from stoker.models.config.fp8 import Fp8Slice, check_fp8
+from stoker.trainer.config.resolved_run import resolve_run
+
+FP8_PARAMS: list[tuple[list[str], str]] = [
+    (["model.peft.peft_scheme=selective"], "that are all trained or all frozen, not some of them (`peft_scheme`, sel"),
+    (["model.transformer_engine=true"], "which TransformerEngine's linear layers (`transformer_engine`, True) do not"),
+    (["model.fsdp=true", "trainer.devices=2"], "not with `fsdp` (True)"),
+    (["model.cpu_offloading=true"], "not with `cpu_offloading` (True)"),
+    (["model.cpu_offloading_optimizer=true"], "not with `cpu_offloading_optimizer` (True)"),
+    (["trainer.precision=bf16-mixed"], "which a run with `precision` (bf16-mixed) does not have"),
+    (["trainer.accelerator=cpu"], "which a run with `precision` (null) does not have"),
+    (["trainer.precision=bf16", "model.megatron_amp_O2=false"], "a run with `megatron_amp_O2` (false) does not have"),
+    *(
+        (["model.fp8_recipe=rowwise", "trainer.devices=2", *shares], "(tensorwise, not rowwise) on 2 ranks that each")
+        for shares in (
+            ["model.optim.name=distributed_fused_adam"],
+            ["model.fsdp=true", "model.fsdp_sharding_strategy=grad"],
+            ["model.optim.name=distributed_fused_adam", "model.context_parallel_size=2"],
+        )
+    ),
+]
+"""What weights kept in fp8 are not possible with."""
 
 TE, ATTENTION_KEY = "model.transformer_engine=true", "model.fp8_dot_product_attention"
 ATTENTION = f"{ATTENTION_KEY}=true"
@@ -33,22 +54,7 @@ ATTENTION = f"{ATTENTION_KEY}=true"
             "must be True with `fp8_recipe` (delayed) on 2 ranks",
         ),
         (["model.fp8_recipe=mxfp8"], "model.fp8_recipe", "need a Blackwell GPU"),
-        (
-            ["model.fp8_params=true"],
-            "model.fp8_params",
-            "needs frozen weights (`peft_scheme` lora, adapter, ptuning or",
-        ),
-        (["model.fp8_params=true", "model.transformer_engine=true"], "model.fp8_params", "needs frozen weights"),
-        (
-            ["model.fp8_params=true", "model.peft.peft_scheme=selective"],
-            "model.fp8_params",
-            "not selective): weights that are trained stay",
-        ),
-        (
-            ["model.fp8_params=true", "peft=lora", "model.tensor_model_parallel_size=2", "trainer.devices=2"],
-            "model.fp8_params",
-            "keeps whole weights on the GPU, not with `tensor_model_parallel_size` (2)",
-        ),
+        *((["model.fp8_params=true", *others], "model.fp8_params", says) for others, says in FP8_PARAMS),
         (["model.fp8_params=true", "peft=lora", "model.fsdp=true"], "model.fp8_params", "not with `fsdp` (True)"),
         (["model.fp8_params=true", "peft=lora", "model.cpu_offloading=true"], "model.fp8_params", "`cpu_offloading`"),
         (["model.fp8_multi_head_attention=true"], "model.fp8_multi_head_attention", "refused: fp8 tensors between"),
@@ -71,6 +77,37 @@ def test_what_fp8_needs(overrides: list[str], key: str, says: str) -> None:
     problem = problems("model.fp8=true", *overrides)[key]
     assert says in problem.rule
     assert problem.fix
+
+
+@looped(
+    "others",
+    [
+        [],
+        ["trainer.precision=bf16", "trainer.accelerator=cpu"],
+        ["model.tensor_model_parallel_size=2", "trainer.devices=2"],
+        ["model.optim.name=distributed_fused_adam", "trainer.devices=4", "model.fp8_recipe=tensorwise"],
+        ["model.fp8_recipe=rowwise", "trainer.devices=4"],
+        ["model.fp8_recipe=blockwise", "model.optim.name=distributed_fused_adam"],
+    ],
+)
+def test_trained_weights_are_kept_in_fp8(others: list[str]) -> None:
+    load("model.fp8=true", "model.fp8_params=true", "trainer.accelerator=gpu", "model.global_batch_size=64", *others)
+
+
+def test_a_cpu_without_main_weights_is_found_when_the_run_starts() -> None:
+    """`accelerator: auto` trains in fp32 on a CPU, which no rule can know."""
+    root = load("model.fp8=true", "model.fp8_params=true").root
+    assert (
+        "fp32 main weights, and this run has fp32; set trainer.precision=bf16" in resolve_run(root).why_not_fp8_params
+    )
+    assert not resolve_run(root, capability=(9, 0)).why_not_fp8_params
+
+
+def test_ranks_found_when_the_run_starts_do_not_share_the_update_of_other_scales() -> None:
+    sharded = ["model.optim.name=distributed_fused_adam", "trainer.devices=auto", "trainer.precision=bf16"]
+    root = load("model.fp8=true", "model.fp8_params=true", "model.fp8_recipe=rowwise", *sharded).root
+    assert not resolve_run(root, world_size=1).why_not_fp8_params
+    assert "not rowwise, on 2 ranks" in resolve_run(root, world_size=2).why_not_fp8_params
 
 
 def test_ranks_that_shard_gradients_keep_whole_weights_in_fp8() -> None:

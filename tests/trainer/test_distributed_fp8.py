@@ -113,16 +113,21 @@ def test_delayed_scales_of_ranks_are_those_of_one_process(
 
 
 @full_only
-@pytest.mark.parametrize("layout", ["zero1", "grad"])
-def test_adapters_of_ranks_beside_weights_kept_in_fp8(runs: DistributedRuns, layout: str) -> None:
-    """Ranks hold whole frozen weights: those kept in fp8 alone multiply as casts beside them do."""
+@pytest.mark.parametrize("scheme", ["lora", "ia3"])
+@pytest.mark.parametrize("layout", ["zero1", "grad", "tensor", "sequence"])
+def test_adapters_of_ranks_beside_weights_kept_in_fp8(runs: DistributedRuns, layout: str, scheme: str) -> None:
+    """Frozen weights that are kept in fp8 alone multiply as casts beside them do; validation is near that with them."""
     base = runs.run("base", **FP8 | {"model__fp8": False})
-    adapted = FP8 | LAYOUTS[layout] | {"model__restore_from_path": str(base), "model__peft__peft_scheme": "lora"}
-    alone, beside = (runs.run(f"{layout}-{kept}", 2, **adapted, model__fp8_params=kept) for kept in (True, False))
+    adapted = FP8 | {"model__restore_from_path": str(base), "model__peft__peft_scheme": scheme}
+    adapted |= {"tensor": TENSOR, "sequence": SEQUENCE}.get(layout) or LAYOUTS[layout]
+    names = {kept: f"{scheme}-{layout}-{kept}" for kept in (True, False)}
+    alone, beside = (runs.run(name, 2, **adapted, model__fp8_params=kept) for kept, name in names.items())
     found = [tensors(each / "checkpoints/step-3", "adapter") for each in (alone, beside)]
     assert found[0].keys() == found[1].keys()
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
-    assert "frozen weights kept in fp8" in (alone / "run.log").read_text()
+    validated = [records(each)[0]["validation"][0] for each in (alone, beside)]
+    assert validated[0] == pytest.approx(validated[1], rel=1e-3)
+    assert "weights kept in fp8" in (alone / "run.log").read_text()
 
 
 @full_only
@@ -162,4 +167,4 @@ def test_adapters_beside_weights_kept_in_fp8_resume_and_restore(tmp_path: Path, 
     run_training(tiny_config(casts, trainer__max_steps=4, **settings | {"model__fp8_params": False}))
     name = "checkpoints/step-4/adapter.safetensors"
     assert (whole / name).read_bytes() == (halves / name).read_bytes() == (casts / name).read_bytes()
-    assert "frozen weights kept in fp8" in (whole / "run.log").read_text()
+    assert "weights kept in fp8" in (whole / "run.log").read_text()

@@ -80,7 +80,7 @@ def test_gradients_are_summed_in_what_is_asked_for(
     alone.batch_loss(fields, torch.tensor(16.0)).backward()
 
     assert ranks.dtypes == {torch.float32 if precision == "32" or asked == "fp32" else torch.bfloat16}
-    kept = optimizer_of_run._sums  # pyright: ignore[reportPrivateUsage]
+    kept = optimizer_of_run.gradients.sums
     for weight, other in zip(model.parameters(), alone.parameters(), strict=True):
         found, expected = kept.get(weight, weight.grad), other.grad
         assert found is not None

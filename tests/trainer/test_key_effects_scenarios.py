@@ -222,16 +222,15 @@ def ranks_agree_on_scales(harness: ConfigHarness) -> None:
 
 
 @story("model.fp8_params")
-def frozen_weights_are_kept_in_fp8(harness: ConfigHarness) -> None:
+def weights_are_kept_in_fp8(harness: ConfigHarness) -> None:
     (found,) = (
         stack.fp8
-        for stack in resolve_run(
-            harness.root({MODEL + "fp8": True, MODEL + "fp8_params": True, MODEL + "peft.peft_scheme": "lora"})
-        ).family.stacks
+        for stack in resolve_run(harness.root({MODEL + "fp8": True, MODEL + "fp8_params": True})).family.stacks
     )
     assert found is not None
     assert found.keeps_weights
-    assert "needs frozen weights" in problems("model.fp8=true", "model.fp8_params=true")["model.fp8_params"].rule
+    problem = problems("model.fp8=true", "model.fp8_params=true", "trainer.precision=32")["model.fp8_params"]
+    assert "fp32 main weights, which a run with `precision` (32) does not have" in problem.rule
 
 
 @story("model.fp8_dot_product_attention")

@@ -365,13 +365,16 @@ def test_the_calls_are_those_of_a_rank(capsys: pytest.CaptureFixture[str]) -> No
 
 def test_fp8_names_each_matrix_with_its_reason(capsys: pytest.CaptureFixture[str]) -> None:
     ends = ["model.first_last_layers_bf16=true", "model.num_layers_at_end_in_bf16=0"]
-    words = ["experiment=moe_bench", "model.fp8=true", "model.fp8_recipe=rowwise", *ends, "--arch", "sm90", "--json"]
+    words = ["experiment=moe_bench", "model.fp8=true", "model.fp8_recipe=rowwise", *ends]
+    words += ["model.fp8_params=true", "--arch", "sm90", "--json"]
     assert main(["explain", "fp8", *words]) == 0
     answer = json.loads(capsys.readouterr().out)
     found = {(row["name"], row["is_fp8"]): row for row in answer["matrices"]}
     layers = list(range(1, 16))
     assert found["decoder.layers.*.attention.qkv", True]["layers"] == layers
-    assert found["decoder.layers.*.mlp.experts", True]["how"] == "rowwise scaling, e4m3, gradients e5m2, Triton"
+    kept = ", weights kept in fp8"
+    assert f"{kept}, torch's" in found["decoder.layers.*.attention.qkv", True]["how"]
+    assert found["decoder.layers.*.mlp.experts", True]["how"] == f"rowwise scaling, e4m3, gradients e5m2{kept}, Triton"
     assert found["decoder.layers.*.mlp.experts", False]["how"] == "`model.first_last_layers_bf16`"
     assert found["decoder.layers.*.mlp.router", False]["layers"] == [0, *layers]
     assert {"head", "token_embedding"} <= {name for name, is_fp8 in found if not is_fp8}

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from stoker.trainer.optim.adamw import AdamW
-from stoker.trainer.optim.base_optimizer import clip_coefficient, global_norm, has_weight_decay
+from stoker.trainer.optim.base_optimizer import has_weight_decay
+from stoker.trainer.optim.gradient_clipping import clip_coefficient, global_norm
 
 SETTINGS = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 

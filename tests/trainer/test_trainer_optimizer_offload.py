@@ -74,7 +74,7 @@ def train(model, optimizer, steps, *, accumulated=1):
                 optimizer.accumulate()
         if step == 2:  # left out by all
             weight = model.wide.weight
-            for gradient in (weight.grad, optimizer._sums.get(weight)):
+            for gradient in (weight.grad, optimizer.gradients.sums.get(weight)):
                 if gradient is not None:
                     gradient[3, 3] = float("nan")
         optimizer.step()

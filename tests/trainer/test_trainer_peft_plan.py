@@ -84,6 +84,8 @@ def test_fp8_takes_no_more_memory_than_bf16() -> None:
         (few, "rowwise", 2),
         (lora, "tensorwise", 1 - 2),
         (lora, "rowwise", 2 - 2),
+        (["model.fp8_params=true"], "tensorwise", 1 - 2),
+        ([*few, "model.fp8_params=true"], "blockwise", 1 - 2),
     ):
         bf16 = plan_of(*(each for each in others if "fp8" not in each)).memory
         fp8 = plan_of("model.fp8=true", f"model.fp8_recipe={recipe}", *others).memory

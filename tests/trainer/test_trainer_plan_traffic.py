@@ -123,6 +123,12 @@ STAGES_OF_TWO = [
     LLAMA | FOUR_LAYERS | PIPELINE | DATA["zero1"], GPT | FOUR_LAYERS | PIPELINE | DATA["fsdp"],
     recomputing(SHARED, FULL) | {"model__moe_layer_freq": [1, 0, 1, 0]} | FOUR_LAYERS | PIPELINE,
 ]  # fmt: skip
+FP8: dict[str, Any] = {
+    "trainer__precision": "bf16", "model__fp8": True, "model__fp8_params": True, "model__num_attention_heads": 4,
+    "model__activation": "swiglu", "model__bias": False, "model__hidden_dropout": 0.0, "model__attention_dropout": 0.0,
+    "model__num_layers": 2, "model__hidden_size": 80, "model__kv_channels": 16,
+    "model__make_vocab_size_divisible_by": 56, "model__global_batch_size": 8,
+}  # fmt: skip
 FAST = [
     recomputing(T5, CHUNKS) | SEQUENCE, recomputing(SHARED, CHUNKS) | GATHER,
     *extra(GPT | RING, GPT | FOUR_LAYERS | PIPELINE),
@@ -151,6 +157,22 @@ def test_planned_bytes_of_all_models_and_recomputations_are_counted(forks: ForkS
 def test_planned_bytes_of_data_parallel_ranks_are_counted(forks: ForkServer, tmp_path: Path, data: str) -> None:
     split = {} if data == "hybrid" else SEQUENCE
     check(forks, tmp_path, 4, [LLAMA | split | DATA[data]])
+
+
+@full_only
+@pytest.mark.parametrize("split", [{}, TENSOR, SEQUENCE], ids=["", "tensor", "sequence"])
+def test_planned_bytes_of_weights_in_fp8_are_counted(forks: ForkServer, tmp_path: Path, split: dict[str, Any]) -> None:
+    """A byte of each, and the amaxes; those of the linear layers themselves are few bytes each."""
+    few = split | {"model__reduce_amax": False}
+    check(forks, tmp_path, 4, [FP8 | few | DATA[data] for data in ("ddp", "zero1", "grad")])
+
+
+@full_only
+def test_planned_bytes_of_experts_in_fp8_are_counted(forks: ForkServer, tmp_path: Path) -> None:
+    experts = FP8 | {"model__num_moe_experts": 4, "model__moe_router_topk": 2, "model__reduce_amax": False}
+    experts |= {"model__num_layers": 4}
+    split = experts | {"model__expert_model_parallel_size": 2}
+    check(forks, tmp_path, 4, [each | DATA[data] for data in ("zero1", "grad") for each in (experts, split)])
 
 
 @full_only

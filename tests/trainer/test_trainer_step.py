@@ -1,5 +1,7 @@
 """One training step: exact under any micro batching, seeded by step and micro batch, fed by position."""
 
+import weakref
+
 import numpy as np
 import pytest
 import pytorch_lightning as pl
@@ -47,7 +49,9 @@ class UnevenSamples:
         return Batch(tokens, labels)
 
 
-def module_of(micro_batch_size, *, dtype=torch.float64, keys=KEYS, global_batch=12, samples=None, **plan):
+def module_of(
+    micro_batch_size, *, dtype=torch.float64, keys=KEYS, global_batch=12, samples=None, graph_capture=None, **plan
+):
     model = build_gpt(
         keys, vocab_size=100, device=CPU, dtype=dtype, flags=AttentionFlags(), micro_batch_size=micro_batch_size
     )
@@ -61,6 +65,7 @@ def module_of(micro_batch_size, *, dtype=torch.float64, keys=KEYS, global_batch=
         ),
         precision,
         seed=1,
+        graph_capture=graph_capture,
     )
 
 
@@ -69,6 +74,22 @@ def trained(micro_batch_size, steps=3, **options):
     fit(module, Silent(), steps, CPU, DistributedContext())
     module.dataloader.close()
     return module
+
+
+def test_captured_graphs_are_freed_when_training_ends():
+    """The process group is destroyed next: NCCL waits in that for graphs that hold its communicators."""
+    captured = []
+
+    def capture(run):
+        def micro_batch(fields, denominator):
+            return run(fields, denominator)
+
+        captured.append(weakref.ref(micro_batch))
+        return micro_batch
+
+    module = trained(4, graph_capture=capture)
+    assert captured[0]() is None
+    assert module.step == 3
 
 
 class Silent(pl.Callback):

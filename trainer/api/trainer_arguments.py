@@ -155,6 +155,8 @@ def _unsupported(config: RunConfig, trainer: pl.Trainer) -> Iterator[str]:
                 f"`model.{name}` ({given}) needs the loop of stoker, which updates and saves its scales; "
                 f"{command} model.{name}={value}"
             )
+    if model.fp8 and model.fp8_params:
+        yield f"`model.fp8_params` (True) needs the loop of stoker; {command} model.fp8_params=False"
     if config.root.exp_manager.ema.enable:
         yield (
             "`exp_manager.ema.enable` (True) needs the loop of stoker; "

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from ...models.fp8 import weights_in_fp8
 from ..checkpoint.loop_state import LoopState
 from ..checkpoint.reader import checkpoint_paths
 from ..checkpoint.save_interval import SaveInterval
@@ -449,7 +450,8 @@ class TrainLoopCallback(pl.Callback):
 def _is_finite(module: LanguageModule) -> bool:
     """Return True if all weights on all ranks are finite; a collective."""
     module.wait_for_weights()
-    weights = [local_tensor(parameter) for parameter in module.model.parameters()]
-    parameters = [weight for weight in weights if weight.dtype.itemsize > 1]  # frozen ones in fp8 stay finite
+    in_fp8 = weights_in_fp8(module.model)
+    scales = [product.cast.rows.scale for product in in_fp8.values() if product.cast is not None]
+    parameters = [local_tensor(each) for each in module.model.parameters() if each not in in_fp8] + scales
     bad = torch.stack([~torch.isfinite(parameter).all() for parameter in parameters]).any()
     return not module.ranks.all_reduce_(bad.float()).item()

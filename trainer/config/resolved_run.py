@@ -114,13 +114,31 @@ class ResolvedRun:
     @property
     def keeps_fp8_casts(self) -> bool:
         """True if the fp8 casts of weights are made once for several passes: for the micro batches of a step, those of
-        frozen weights once. Not of weights that are gathered for each pass (FSDP2), nor with offloaded activations.
+        frozen weights once, and those that are all there is of a weight. Not of weights that are gathered for each pass
+        (FSDP2), nor with offloaded activations.
         """
         moves = (self.layout is not None and not self.layout.replicates_weights) or any(
             stack.offload for stack in self.family.stacks
         )
         has_fp8 = any(stack.fp8 for stack in self.family.stacks)
-        return has_fp8 and not moves and (self.micro_batches > 1 or self.peft is not None)
+        return has_fp8 and not moves and (self.micro_batches > 1 or self.peft is not None or self.model.fp8_params)
+
+    @property
+    def why_not_fp8_params(self) -> str:
+        """Why trained weights cannot be kept in fp8 on these devices, which rules do not know; empty if they can."""
+        if not self.model.fp8 or not self.model.fp8_params or self.peft is not None:
+            return ""
+        if not self.precision.main_weights:
+            return (
+                "`model.fp8_params` (True) casts trained weights from fp32 main weights, and this run has "
+                f"{self.precision.name}; set trainer.precision=bf16, or model.fp8_params=false"
+            )
+        if self.layout is not None and self.layout.shards > 1 and self.model.fp8_recipe not in ("tensorwise", None):
+            return (
+                f"`model.fp8_params` (True) needs model.fp8_recipe=tensorwise, not {self.model.fp8_recipe}, on "
+                f"{self.layout.shards} ranks that each update some rows of a weight"
+            )
+        return ""
 
     @property
     def overlaps_param_sync(self) -> bool:
@@ -128,8 +146,9 @@ class ResolvedRun:
         are read at its start, to be cast to fp8, nor where layers are offloaded.
         """
         sharded = self.layout is not None and self.layout.replicates_weights and self.layout.shards > 1
-        moves = self.keeps_fp8_casts or any(stack.offload and stack.offload.weights for stack in self.family.stacks)
-        return self.model.optim.overlap_param_sync and sharded and not moves
+        casts = self.keeps_fp8_casts and not self.model.fp8_params
+        moves = any(stack.offload and stack.offload.weights for stack in self.family.stacks)
+        return self.model.optim.overlap_param_sync and sharded and not casts and not moves
 
     def with_vocabulary(self, vocab_size: int) -> FamilySlice:
         """Return the slices of the model for the vocabulary of a tokenizer.

@@ -13,7 +13,7 @@ import torch
 
 from ...models.build import TORCH_DTYPES, LanguageModel
 from ...models.config.model import Family
-from ...models.fp8 import fp8_modules, keep_fp8_weights
+from ...models.fp8 import fp8_modules
 from ...models.model_cost import training_flops_per_sample
 from ...models.parallel.context import shard_batch
 from ..callbacks.expert_load import build_expert_load_metrics
@@ -137,9 +137,6 @@ def build_training_loop(run: RunContext, state: TrainingState, seconds: float | 
 def _build_module(run: RunContext, state: TrainingState, schedule: BatchSchedule) -> LanguageModule:
     """Build the Lightning module with its dataloader."""
     keys, mesh = run.resolved.model, run.mesh
-    in_fp8 = [*fp8_modules(state.model).values()]
-    if keys.fp8_params:
-        keep_fp8_weights(in_fp8)
     waits = bool(run.callbacks.callbacks)
     if waits and run.resolved.overlaps_param_sync:
         run.logger.log(
@@ -171,8 +168,11 @@ def _build_module(run: RunContext, state: TrainingState, schedule: BatchSchedule
         expert_balancer=build_expert_balancer(
             keys, state.model, lambda step: schedule.batch_size(step) // keys.micro_batch_size, mesh.data
         ),
-        fp8_modules=in_fp8 if run.resolved.keeps_fp8_casts else [],
+        fp8_modules=[]
+        if keys.fp8_params or not run.resolved.keeps_fp8_casts
+        else list(fp8_modules(state.model).values()),
         fp8_scales=state.fp8_scales,
+        fp8_weights=state.fp8_weights,
         waits_for_weights=waits,
     )
 
@@ -324,8 +324,9 @@ def _build_save(
             }
         )
         kind, state_dict = tensors_to_save(module.model)
+        in_fp8 = {} if state.fp8_weights is None else state.fp8_weights.local_shards()
         tensors = {
-            kind: local_shards(module.model, state_dict),
+            kind: local_shards(module.model, state_dict) | in_fp8,
             OPTIMIZER: state.optimizer.local_shards(),
         }
         if state.ema is not None:

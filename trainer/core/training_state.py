@@ -14,8 +14,8 @@ from torch import Tensor
 from ...kernels.fp8.delayed_scaling import DelayedScaling
 from ...models.build import TORCH_DTYPES, LanguageModel, ModelPlan
 from ...models.build import build_model as build_from_keys
-from ...models.fp8 import build_delayed_scaling
-from ...models.parallel.partition import names_elsewhere, partitions_of
+from ...models.fp8 import build_delayed_scaling, fp8_modules, keep_fp8_weights
+from ...models.parallel.partition import PartAxis, names_elsewhere, partitions_of
 from ...models.peft.apply import trainable_parameters
 from ...models.tensor_parallel import partial_gradients, reduce_partial_gradients
 from ..checkpoint.reader import BaseRecord, Checkpoint, RunState
@@ -34,6 +34,7 @@ from ..evaluation.own_functions import own_functions
 from ..optim import optimizer_factory
 from ..optim.base_optimizer import Optimizer
 from ..optim.ema import EMA
+from ..optim.fp8_weights import Fp8Weights
 from ..optim.loss_scale import LossScale
 from ..utils.errors import UserError
 from ..utils.local_shard import LocalShard, whole_shard
@@ -54,6 +55,7 @@ class TrainingState:
         data_parallel: the data-parallel strategy; None for one process.
         start: `state.json` as of the first step of this process.
         fp8_scales: state of delayed scaling; None without.
+        fp8_weights: trained weights that are kept in fp8, with `fp8_params`; None without.
     """
 
     model: LanguageModel
@@ -62,6 +64,7 @@ class TrainingState:
     data_parallel: DataParallel | None
     start: RunState
     fp8_scales: DelayedScaling | None = None
+    fp8_weights: Fp8Weights | None = None
 
 
 def build_training_state(run: RunContext) -> TrainingState:
@@ -83,7 +86,8 @@ def build_training_state(run: RunContext) -> TrainingState:
     optimizer = build_optimizer(resolved, model, data_parallel, run.mesh, run.ranks)
     if resumed is not None:
         start = _resume(run, resumed, start, model, optimizer, base)
-    ema = build_ema(resolved.exp_manager.ema, model, optimizer, data_parallel)
+    fp8_weights = _keep_weights_in_fp8(resolved, model, optimizer, run.mesh)
+    ema = build_ema(resolved.exp_manager.ema, model, optimizer, data_parallel, fp8_weights)
     if ema is not None and resumed is not None:
         if resumed.has_ema:
             resumed.load_ema(ema.local_shards(), names_elsewhere(model))
@@ -94,7 +98,31 @@ def build_training_state(run: RunContext) -> TrainingState:
         loaded = resumed.load_fp8_scales(fp8_scale_shards(fp8_scales, run.mesh))
         if not loaded:
             run.logger.log(f"warning: {resumed.path} holds no scales of delayed scaling; they start from 1")
-    return TrainingState(model, optimizer, ema, data_parallel, start, fp8_scales)
+    return TrainingState(model, optimizer, ema, data_parallel, start, fp8_scales, fp8_weights)
+
+
+def _keep_weights_in_fp8(run: ResolvedRun, model: LanguageModel, optimizer: Optimizer, mesh: Mesh) -> Fp8Weights | None:
+    """With `fp8_params`, keep the weights of linear layers in fp8 alone; return those that are trained.
+
+    Raises:
+        UserError: that is not possible on these devices.
+    """
+    if not run.model.fp8_params:
+        return None
+    if run.why_not_fp8_params:
+        raise UserError(run.why_not_fp8_params)
+    keep_fp8_weights(fp8_modules(model).values())
+    if run.peft is not None:
+        return None
+    if run.layout is None or run.layout.shards == 1:
+        return Fp8Weights(model, optimizer)
+    ranks: dict[PartAxis, DistributedContext] = {
+        "tensor": mesh.replicas,
+        "expert": mesh.expert_replicas or mesh.replicas,
+    }
+    return Fp8Weights(
+        model, optimizer, {axis: partial(each.all_reduce_, op=dist.ReduceOp.MAX) for axis, each in ranks.items()}
+    )
 
 
 def _take_maximum(mesh: Mesh, amax: Tensor) -> None:
@@ -264,7 +292,11 @@ def build_loss_scale(run: ResolvedRun, device: torch.device) -> LossScale | None
 
 
 def build_ema(
-    keys: EmaBlock, model: LanguageModel, optimizer: Optimizer, data_parallel: DataParallel | None = None
+    keys: EmaBlock,
+    model: LanguageModel,
+    optimizer: Optimizer,
+    data_parallel: DataParallel | None = None,
+    fp8_weights: Fp8Weights | None = None,
 ) -> EMA | None:
     """Build the EMA of `exp_manager.ema`, initialized from the current weights; None if disabled."""
     if not keys.enable:
@@ -282,6 +314,7 @@ def build_ema(
         cpu_offload=keys.cpu_offload,
         wait_for_copies=optimizer.synchronize,
         parts=partitions_of(model),
+        fp8_weights=fp8_weights,
         **(
             {}
             if data_parallel is None

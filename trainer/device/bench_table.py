@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from pydantic import ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError, field_validator
 
-from ...kernels.attention.backend_support import format_version
 from ...kernels.attention.call_spec import InstalledSoftware, MeasuredCall, MeasuredTimes
+from ...kernels.attention.support_checks import format_version
 from ...models.config.key_block import ConfigBlock
 from ..utils.durable_files import atomic_write
 from ..utils.environment import BENCH_VARIABLE, bench_folder, format_variable, snapshot, user_path

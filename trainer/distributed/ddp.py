@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ...models.build import LanguageModel, get_stacks
+from ...models.fp8 import weights_in_fp8
 from ...models.parallel.partition import RankPart, partitions_of
 from ..config.parameter_layout import DataParallelLayout
 from ..optim.base_optimizer import Optimizer
@@ -84,6 +85,7 @@ class ReplicatedDataParallel(DataParallel):
         self._units: list[_Unit] = []
         self._pending: list[int] = []
         self._optimizer: Optimizer | None = None
+        self._in_fp8: dict[Tensor, Tensor] = {}
         self._micro_batches = 1
         self._passed: list[int] = []
         self._sent: deque[tuple[Any, list[Tensor]]] = deque()
@@ -106,6 +108,11 @@ class ReplicatedDataParallel(DataParallel):
     def attach(self, model: LanguageModel, optimizer: Optimizer) -> None:
         """Register gradient hooks; the optimizer accumulates the gradients."""
         self._optimizer = optimizer
+        self._in_fp8 = {
+            weight: product.cast.rows.data.view(torch.uint8).view(weight.shape)
+            for weight, product in weights_in_fp8(model).items()
+            if product.cast is not None
+        }
         parts = partitions_of(model)
         part_of = {parameter: parts.get(name) for name, parameter in model.named_parameters()}
         passes = backward_passes(model)
@@ -171,10 +178,15 @@ class ReplicatedDataParallel(DataParallel):
 
     @torch.no_grad()
     def _gather(self, unit: _Unit) -> None:
-        """All-gather the weights of a bucket on the current stream."""
-        weights, ranks = [parameter.detach() for parameter in unit.parameters], unit.ranks
-        if ranks.world_size == 1:
+        """All-gather the weights of a bucket on the current stream; of those that are kept in fp8 the casts."""
+        if unit.ranks.world_size == 1:
             return
+        weights = [self._in_fp8.get(parameter, parameter.detach()) for parameter in unit.parameters]
+        for dtype in dict.fromkeys(weight.dtype for weight in weights):
+            self._all_gather([weight for weight in weights if weight.dtype == dtype], unit.ranks)
+
+    def _all_gather(self, weights: Sequence[Tensor], ranks: DistributedContext) -> None:
+        """All-gather rows of weights of one dtype."""
         even = [weight for weight in weights if _is_even(weight, ranks)]
         if even and self._copy_engines is not None and ranks is self._replicas:
             self._copy_engines.all_gather([_chunk(weight, ranks) for weight in even], even)

@@ -28,6 +28,7 @@ from ..distributed.data_parallel import DataParallel
 from ..distributed.pipeline import Pipeline
 from ..distributed.process_group import DistributedContext
 from ..optim.base_optimizer import Optimizer
+from ..optim.fp8_weights import Fp8Weights
 from ..utils.async_host_copy import AsyncHostCopy
 from .cuda_graph import Fields, RunMicroBatch
 from .expert_balance import ExpertBalancer
@@ -68,6 +69,7 @@ class LanguageModule(pl.LightningModule):
         expert_balancer: called before and after each step; None without experts.
         fp8_modules: those whose weights are cast to fp8 once for all micro batches of a step, not for each.
         fp8_scales: state of delayed scaling, which is updated once a step; None without.
+        fp8_weights: weights that are cast from main weights after each update; None without.
         waits_for_weights: weights of other ranks must be there after each step, for callbacks that may read them.
 
     Attributes:
@@ -96,6 +98,7 @@ class LanguageModule(pl.LightningModule):
         expert_balancer: ExpertBalancer | None = None,
         fp8_modules: Sequence[nn.Module] = (),
         fp8_scales: DelayedScaling | None = None,
+        fp8_weights: Fp8Weights | None = None,
         waits_for_weights: bool = False,
     ) -> None:
         super().__init__()
@@ -121,6 +124,7 @@ class LanguageModule(pl.LightningModule):
         self.expert_balancer = expert_balancer
         self._fp8_modules = list(fp8_modules)
         self._fp8_scales = fp8_scales
+        self._fp8_weights = fp8_weights
         self._weight_offloads = find_weight_offloads(model)
         self._waits_for_weights = waits_for_weights
         self.lr = schedule(step)
@@ -137,6 +141,10 @@ class LanguageModule(pl.LightningModule):
     def transfer_batch_to_device(self, batch: GlobalBatch, device: torch.device, dataloader_idx: int) -> GlobalBatch:
         """Return the batch as is: the dataloader has already copied it to the device."""
         return batch
+
+    def on_train_end(self) -> None:
+        """Free captured graphs: a communicator of NCCL that they hold cannot be destroyed before them (it hangs)."""
+        self._run_micro_batch = self._loss_and_gradients
 
     def training_step(self, batch: GlobalBatch, batch_idx: int) -> None:
         """Run forward and backward of every micro batch, clip, update, advance the LR schedule; no host sync."""
@@ -172,6 +180,8 @@ class LanguageModule(pl.LightningModule):
         for offload in self._weight_offloads:  # a layer without a backward pass has not fetched its weights
             offload.to_device()
         optimizer.step()
+        if self._fp8_weights is not None:
+            self._fp8_weights.cast()
         if self.data_parallel is not None:
             self.data_parallel.after_update()
             if self._waits_for_weights:

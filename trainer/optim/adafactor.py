@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from ...models.parallel.partition import PartAxis
 from ..utils.local_shard import LocalShard
-from .base_optimizer import Optimizer, ShardUpdate, arithmetic_dtype, copy_unless_skipped, write_weight
+from .base_optimizer import Optimizer, ShardUpdate
+from .update_arithmetic import arithmetic_dtype, copy_unless_skipped, write_weight
 
 
 class Adafactor(Optimizer):

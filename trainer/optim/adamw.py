@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from ...kernels.optim.adamw_kernel import adamw_step
 from ...models.parallel.partition import PartAxis, RankPart
 from ..utils.local_shard import LocalShard
-from .base_optimizer import Optimizer, ShardUpdate, arithmetic_dtype, zero_state
+from .base_optimizer import Optimizer, ShardUpdate
+from .update_arithmetic import arithmetic_dtype, zero_state
 
 MIN_RMS = 1e-3
 """Lower bound of the RMS of a weight for `scale_parameter`, as in Adafactor, so that zero weights are updated."""

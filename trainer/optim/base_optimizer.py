@@ -14,7 +14,7 @@ gets them on the device, a bucket of parameters at a time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import replace
 from itertools import chain
 from typing import Any, NamedTuple
@@ -22,13 +22,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ...kernels.launch import triton_runs_on
-from ...kernels.optim.sum_of_squares import sum_of_squares
 from ...models.memory.host_copies import CopyEngine
 from ...models.parallel.partition import PartAxis, RankPart
 from ..utils.errors import UserError
-from ..utils.local_shard import LocalShard, ShardOf, local_shard, local_tensor, rank_and_world_size, whole_shard
+from ..utils.local_shard import LocalShard, ShardOf, local_shard, rank_and_world_size, whole_shard
 from ..utils.safetensors_io import TensorSpec
+from .gradient_clipping import clip_coefficient, global_norm, no_reduce
+from .gradient_sums import GradientSums
 from .host_state import HostState
 from .loss_scale import LossScale, LossScaleState
 from .state_buckets import BUCKET_BYTES, Bucket, StateShape, plan_buckets
@@ -45,11 +45,6 @@ def has_weight_decay(name: str, parameter: Tensor, *, norms_decay: bool = False)
     if parameter.ndim >= 2:
         return True
     return norms_decay and name.endswith("norm.weight")
-
-
-def no_reduce(tensor: Tensor) -> Tensor:
-    """Return the tensor: default of `sum_over_shards` without sharding."""
-    return tensor
 
 
 def no_gather(local: Tensor, rows: int) -> Tensor:
@@ -110,7 +105,9 @@ class Optimizer(torch.optim.Optimizer):
         bucket_bytes: bytes of state that are moved to the device at once, with `host`.
 
     Attributes:
+        gradients: those of the next step.
         parts_by_name: `parts`.
+        main_alone: parameters without values of their own: `update` writes their main weights only.
         host_state: state in host memory; None without `host`.
 
     Raises:
@@ -160,16 +157,15 @@ class Optimizer(torch.optim.Optimizer):
         self.shard_of = shard_of
         self.local_rows = local_rows
         self.parts_by_name = dict(parts or {})
+        self.main_alone: Set[Tensor] = frozenset()
         self.sum_over_parts = sum_over_parts
         self.sum_over_experts = sum_over_experts
         self.sum_over_stages = sum_over_stages
         self._reduce_gradients = reduce_gradients
         self._names: dict[nn.Parameter, str] = {}
-        self._sums: dict[nn.Parameter, Tensor] = {}
-        self._sums_in_use: set[nn.Parameter] = set()
-        self._given: dict[nn.Parameter, Tensor] = {}
         for group in self.param_groups:
             self._names.update(zip(group["params"], group["names"], strict=True))
+        self.gradients = GradientSums(self._names, in_fp32=main_weights)
         self._check_parts()
         # Not in torch's `state`, which Lightning moves to the device.
         self._states: dict[nn.Parameter, dict[str, Tensor]] = {}
@@ -194,9 +190,6 @@ class Optimizer(torch.optim.Optimizer):
     @step_count.setter
     def step_count(self, count: int) -> None:
         self.updates.fill_(count)
-
-    def _has_main_weight(self, parameter: Tensor) -> bool:
-        return self.main_weights and parameter.element_size() < 4
 
     def initial_state(self, name: str, main: Tensor, shape: tuple[int, ...]) -> dict[str, Tensor]:
         """Return the initial state by key; `main` is the local shard, `shape` that of the full parameter."""
@@ -233,7 +226,6 @@ class Optimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             group["lr"] = lr
 
-    @torch.no_grad()
     def accumulate(self, parameters: Iterable[nn.Parameter] | None = None) -> list[Tensor]:
         """Add the gradients of one micro batch to the fp32 sums and drop them; call it after every backward.
 
@@ -248,36 +240,18 @@ class Optimizer(torch.optim.Optimizer):
         if parameters is None:
             everything = chain.from_iterable(group["params"] for group in self.param_groups)
             parameters = [parameter for parameter in everything if parameter.grad is not None]
-        parameters = list(parameters)
-        narrow = [parameter for parameter in parameters if self._has_main_weight(parameter)]
-        if narrow:
-            gradients = [self.take_gradient(parameter) for parameter in narrow]
-            for parameter, gradient in zip(narrow, gradients, strict=True):
-                if parameter not in self._sums:
-                    self._sums[parameter] = torch.empty_like(gradient, dtype=torch.float32)
-            for is_first in (True, False):
-                chosen = [i for i, p in enumerate(narrow) if (p not in self._sums_in_use) == is_first]
-                if chosen:
-                    write = torch._foreach_copy_ if is_first else torch._foreach_add_  # pyright: ignore[reportPrivateImportUsage]
-                    write([self._sums[narrow[i]] for i in chosen], [gradients[i] for i in chosen])
-            self._sums_in_use.update(narrow)
-        return [self._sums[p] if self._has_main_weight(p) else local_tensor(self._gradient(p)) for p in parameters]
+        return self.gradients.accumulate(parameters)
 
     def add_gradients(self, parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor]) -> None:
         """Add these, the rows that this rank updates, to the gradients of parameters in the next `step`.
 
         They are kept, and overwritten by the next ones: sums of several with main weights are in fp32.
         """
-        again = [parameter in self._given for parameter in parameters]
-        for parameter, gradient, has_sum in zip(parameters, gradients, again, strict=True):
-            if not has_sum:
-                self._given[parameter] = gradient
-            elif self._has_main_weight(parameter):
-                self._given[parameter] = self._given[parameter].float()
-        if any(again):
-            sums = [self._given[parameter] for parameter, has_sum in zip(parameters, again, strict=True) if has_sum]
-            added = [gradient for gradient, has_sum in zip(gradients, again, strict=True) if has_sum]
-            torch._foreach_add_(sums, added)  # pyright: ignore[reportPrivateImportUsage]
+        self.gradients.add(parameters, gradients)
+
+    def take_gradient(self, parameter: nn.Parameter) -> Tensor:
+        """Return the local gradient of a parameter, and drop `.grad`."""
+        return self.gradients.take(parameter)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
@@ -305,11 +279,11 @@ class Optimizer(torch.optim.Optimizer):
         else:
             for group, group_gradients in zip(self.param_groups, gradients, strict=True):
                 shards = [
-                    ShardUpdate(name, parameter, self.placed_shard(parameter).local, gradient, self._states[parameter])
+                    ShardUpdate(name, parameter, self._written(parameter), gradient, self._states[parameter])
                     for name, parameter, gradient in zip(group["names"], group["params"], group_gradients, strict=True)
                 ]
                 self.update(group, shards, scale)
-        self._sums_in_use.clear()
+        self.gradients.start_anew()
         return result
 
     def local_shards(self) -> dict[str, LocalShard]:
@@ -393,7 +367,7 @@ class Optimizer(torch.optim.Optimizer):
     def _first_state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
         shard = self.placed_shard(parameter)
         weight = shard.local
-        main = weight.float() if self._has_main_weight(parameter) else weight
+        main = weight.float() if self.gradients.is_in_fp32(parameter) else weight
         return {"main": main, **self.initial_state(self._names[parameter], main, shard.shape)}
 
     def _norm_and_scale(self, gradients: list[list[Tensor]]) -> tuple[Tensor, Tensor]:
@@ -482,7 +456,7 @@ class Optimizer(torch.optim.Optimizer):
         """Return the shapes of a parameter's state in host memory: all except a main weight that is the parameter."""
         name, shard = self._names[parameter], self.placed_shard(parameter)
         shape, weight = shard.shape, shard.local
-        has_main_weight = self._has_main_weight(parameter)
+        has_main_weight = self.gradients.is_in_fp32(parameter)
 
         def tensors(rows: tuple[int, ...]) -> dict[str, Tensor]:
             dtype = torch.float32 if has_main_weight else weight.dtype
@@ -515,26 +489,18 @@ class Optimizer(torch.optim.Optimizer):
             shards.append(ShardUpdate(name, parameter, weight, part.view(gradient), state))
         self.update(group, shards, scale)
 
+    def _written(self, parameter: nn.Parameter) -> Tensor:
+        """Return the local shard that an update writes besides the main weight; that itself if there is no other."""
+        if parameter in self.main_alone:
+            return self._states[parameter]["main"]
+        return self.placed_shard(parameter).local
+
     def _local_gradient(self, parameter: nn.Parameter) -> Tensor:
         """Return the local shard of the accumulated gradient, and drop `.grad`."""
-        given = self._given.pop(parameter, None)
+        given = self.gradients.take_given(parameter)
         if given is not None:
-            parameter.grad = None
             return given
-        gradient = self._sums[parameter] if parameter in self._sums_in_use else self.take_gradient(parameter)
-        return self.local_rows(gradient, self._part_of(parameter))
-
-    def take_gradient(self, parameter: nn.Parameter) -> Tensor:
-        """Return the local gradient of a parameter, and drop `.grad`."""
-        gradient = self._gradient(parameter)
-        parameter.grad = None
-        return local_tensor(gradient)
-
-    def _gradient(self, parameter: nn.Parameter) -> Tensor:
-        if parameter.grad is None:
-            name = self._names[parameter]
-            raise ValueError(f"`{name}` has no gradient; every trainable parameter must contribute to the loss")
-        return parameter.grad
+        return self.local_rows(self.gradients.accumulated(parameter), self._part_of(parameter))
 
 
 def replica_of(part: RankPart | None) -> tuple[int, int]:
@@ -543,50 +509,3 @@ def replica_of(part: RankPart | None) -> tuple[int, int]:
         return rank_and_world_size()
     replica = (part.replica * part.ranks + part.rank) * part.holders + part.holder
     return replica, part.num_replicas * part.ranks * part.holders
-
-
-def arithmetic_dtype(tensor: Tensor) -> torch.dtype:
-    """Return the compute dtype of an update: that of the weight, but at least fp32."""
-    return torch.promote_types(tensor.dtype, torch.float32)
-
-
-def zero_state(main: Tensor) -> Tensor:
-    """Return a moment of a weight, zero, in its dtype; for fp16 in fp32, since squares of gradients underflow."""
-    return torch.zeros_like(main, dtype=torch.float32 if main.dtype == torch.float16 else main.dtype)
-
-
-def copy_unless_skipped(old: Tensor, new: Tensor, live: Tensor) -> None:
-    """Copy `new` into `old`, cast to its dtype, unless the scalar tensor `live` is False (a skipped step)."""
-    old.copy_(torch.where(live, new, old))
-
-
-def write_weight(weight: Tensor, main: Tensor, new: Tensor, live: Tensor) -> None:
-    """Overwrite a main weight, and the local shard of the parameter if it is a separate tensor."""
-    copy_unless_skipped(main, new, live)
-    if weight.dtype != main.dtype:
-        weight.copy_(main)
-
-
-def global_norm(gradients: list[Tensor], sum_over_shards: Callable[[Tensor], Tensor] = no_reduce) -> Tensor:
-    """Return the global L2 norm of all gradients, a scalar tensor; squares are summed in at least fp32.
-
-    Any non-finite element makes the norm non-finite. On a GPU, one kernel reads all gradients (`sum_of_squares`), and
-    the result is bitwise deterministic.
-
-    Args:
-        gradients: local shard of each gradient.
-        sum_over_shards: all-reduce (sum) over the ranks with the other shards.
-    """
-    if all(map(triton_runs_on, gradients)):
-        return sum_over_shards(sum_of_squares(gradients)).sqrt()
-    dtype = torch.float64 if gradients[0].dtype == torch.float64 else torch.float32
-    norms = torch._foreach_norm(gradients, 2, dtype=dtype)  # pyright: ignore[reportPrivateImportUsage]
-    if sum_over_shards is no_reduce:
-        return torch.linalg.vector_norm(torch.stack(norms))
-    return sum_over_shards(torch.stack(norms).square().sum()).sqrt()
-
-
-def clip_coefficient(norm: Tensor, clip_norm: float | None) -> Tensor:
-    """Return min(1, clip_norm / (norm + 1e-6)), as in torch.nn.utils.clip_grad_norm_; -1 if the norm is not finite."""
-    scale = (clip_norm / (norm + 1e-6)).clamp(max=1.0) if clip_norm else torch.ones_like(norm)
-    return torch.where(norm.isfinite(), scale, -1.0)

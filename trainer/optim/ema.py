@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ...models.parallel.partition import RankPart
 from ..utils.local_shard import LocalShard, ShardOf, local_shard, local_tensor
+from .fp8_weights import Fp8Weights
 
 
 class EMA:
@@ -28,6 +29,7 @@ class EMA:
         wait_for_copies: synchronize with pending copies of weights to host memory; called before the host reads them.
         local_shard: returns the local shard of a weight that this rank averages.
         parts: this rank's part of each weight under tensor or expert parallelism, by name.
+        fp8_weights: weights that are cast from the main weights; None without.
         all_gather_weights: all-gather the weights; called after this rank's shards have changed.
     """
 
@@ -41,11 +43,13 @@ class EMA:
         cpu_offload: bool = False,
         local_shard: ShardOf = local_shard,
         parts: Mapping[str, RankPart] | None = None,
+        fp8_weights: Fp8Weights | None = None,
         all_gather_weights: Callable[[], None] = lambda: None,
         wait_for_copies: Callable[[], None] = lambda: None,
     ) -> None:
         self._decay = decay
         self._every_n_steps = every_n_steps
+        self._fp8_weights = fp8_weights
         self._all_gather_weights = all_gather_weights
         self._wait_for_copies = wait_for_copies if cpu_offload else lambda: None
         self._shards = {name: local_shard(parameter, (parts or {}).get(name)) for name, parameter in parameters.items()}
@@ -86,7 +90,7 @@ class EMA:
 
         Values are copied in place, because compiled code and sharded parameters rely on their addresses.
         """
-        originals = {name: parameter.clone() for name, parameter in self._parameters.items()}
+        originals = {name: parameter.clone() for name, parameter in self._own_weights()}
         self._fill(self._averages)
         try:
             yield
@@ -97,11 +101,18 @@ class EMA:
         """Return the local shards of the averages by parameter name, for checkpoints."""
         return {name: self._shards[name].with_local(average) for name, average in self._averages.items()}
 
+    def _own_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the weights that have values besides the main weights."""
+        kept = () if self._fp8_weights is None else self._fp8_weights.main_weights
+        return ((name, parameter) for name, parameter in self._parameters.items() if name not in kept)
+
     def _pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
         return ((source, self._averages[name]) for name, source in self._sources.items())
 
     @torch.no_grad()
     def _fill(self, values: Mapping[str, Tensor]) -> None:
-        for name, parameter in self._parameters.items():
+        for name, parameter in self._own_weights():
             parameter.copy_(values[name])
+        if self._fp8_weights is not None:
+            self._fp8_weights.cast({**self._sources, **values})
         self._all_gather_weights()

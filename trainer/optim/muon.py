@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from ...models.parallel.partition import RankPart
 from .adamw import AdamW
-from .base_optimizer import ShardUpdate, arithmetic_dtype, copy_unless_skipped, write_weight, zero_state
+from .base_optimizer import ShardUpdate
+from .update_arithmetic import arithmetic_dtype, copy_unless_skipped, write_weight, zero_state
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """a, b, c of X <- a X + (b A + c A A) X with A = X X^T: steepest at 0 (Jordan et al. 2024)."""

@@ -14,7 +14,8 @@ from ...models.parallel.partition import RankPart
 from ..utils.errors import UserError
 from ..utils.local_shard import LocalShard, whole_shard
 from ..utils.safetensors_io import TensorSpec
-from .base_optimizer import Optimizer, ShardUpdate, arithmetic_dtype, replica_of
+from .base_optimizer import Optimizer, ShardUpdate, replica_of
+from .update_arithmetic import arithmetic_dtype
 
 _NUMBER = ".number"
 """End of the name of a Python number in a checkpoint, stored as a tensor without dimensions."""

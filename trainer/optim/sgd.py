@@ -7,7 +7,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .base_optimizer import Optimizer, ShardUpdate, arithmetic_dtype, copy_unless_skipped, write_weight, zero_state
+from .base_optimizer import Optimizer, ShardUpdate
+from .update_arithmetic import arithmetic_dtype, copy_unless_skipped, write_weight, zero_state
 
 
 class SGD(Optimizer):

@@ -116,7 +116,7 @@ def this_machine(keys: TrainerBlock) -> tuple[str, tuple[int, int] | None, Insta
 
 
 def _describe_software(software: InstalledSoftware) -> str:
-    from ...kernels.attention.backend_support import format_version
+    from ...kernels.attention.support_checks import format_version
 
     parts = [f"PyTorch {format_version(software.torch)}"]
     if software.cudnn is not None:

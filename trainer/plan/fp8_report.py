@@ -88,7 +88,8 @@ def explain_fp8(root: RootBlock, arch: str | None = None) -> Fp8Report:
     else:
         capability = ARCHITECTURES[arch]
         device, where = "cpu" if capability is None else "cuda", f"on {arch}"
-    run, problem = resolve_run(root, capability=capability), ""
+    run = resolve_run(root, capability=capability)
+    problem = run.why_not_fp8_params
     recipes = [stack.fp8 for stack in run.family.stacks if stack.fp8 is not None]
     try:
         model = build_model(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -15,6 +15,7 @@ from ...models.layers.cost import Matrix, StackInputs
 from ...models.layers.position_embeddings import rotary_table_bytes
 from ...models.parallel.schedule import most_held
 from ...models.parallel.stages import Stage
+from ...models.parallel.traffic import CommunicationAxis
 from ..config.schema.optim import OPTIMIZERS, optimizer_kind, optimizer_settings
 from ..optim.optimizer_factory import min_state_elements, offloads_optimizer_state
 from ..optim.state_buckets import BUCKET_BYTES, StateShape, plan_buckets
@@ -134,20 +135,34 @@ def _fp8_casts(run: RunInputs) -> int:
     """Bytes of the kept casts of weights, rowwise in both layouts, less those of the weights kept as casts alone."""
     if not run.run.keeps_fp8_casts:
         return 0
-    return sum(
-        matrix.numel * _cast_bytes(run, stack, matrix)
-        for stack in run.stacks
+    return sum(matrix.numel * _cast_bytes(run, stack, matrix) for stack, matrix in _fp8_matrices(run))
+
+
+def _fp8_matrices(run: RunInputs) -> Iterator[tuple[StackInputs, Matrix]]:
+    """Yield the matrices of a rank that multiply in fp8."""
+    for stack in run.stacks:
         for fp8, experts in zip(
             stack.stack.fp8.layers if stack.stack.fp8 else (),
             stack.stack.moe.layers if stack.stack.moe else (False,) * stack.stack.num_layers,
             strict=False,
-        )
-        if fp8
-        for matrix in layer_weights(
-            stack.stack, stack.cross, has_experts=experts, expert_ranks=run.mesh.expert
-        ).matrices
-        if stack.with_layer(is_fp8=True).is_in_fp8(matrix)
-    )
+        ):
+            if fp8:
+                layer = layer_weights(stack.stack, stack.cross, has_experts=experts, expert_ranks=run.mesh.expert)
+                is_in_fp8 = stack.with_layer(is_fp8=True).is_in_fp8
+                yield from ((stack, matrix) for matrix in layer.matrices if is_in_fp8(matrix))
+
+
+def trained_fp8_weights(run: RunInputs, axis: CommunicationAxis = "data") -> list[int]:
+    """Return the elements of each trained matrix of a rank that is kept as its cast alone; `expert data`: of experts
+    that are split over ranks, `data`: of the others.
+    """
+    if run.is_frozen or not run.model_config.fp8_params:
+        return []
+    split = bool(run.expert_parameters)
+    of_axis = {True: "expert data", False: "data"}
+    return [
+        matrix.numel for _, matrix in _fp8_matrices(run) if of_axis[split and matrix.inputs == "expert rows"] == axis
+    ]
 
 
 def _cast_bytes(run: RunInputs, stack: StackInputs, matrix: Matrix) -> int:
@@ -155,8 +170,7 @@ def _cast_bytes(run: RunInputs, stack: StackInputs, matrix: Matrix) -> int:
     fp8 = stack.stack.fp8
     assert fp8 is not None
     own = matrix.inputs == "expert rows" or fp8.why_own_kernels  # TransformerEngine keeps the transpose too
-    alone = fp8.keeps_weights and matrix.inputs != "expert rows"
-    return (1 if own and fp8.recipe.transposes_weights else 2) - alone * run.widths.weights
+    return (1 if own and fp8.recipe.transposes_weights else 2) - fp8.keeps_weights * run.widths.weights
 
 
 def _rotary_tables(run: RunInputs) -> int:
@@ -198,7 +212,12 @@ def _workspace(run: RunInputs) -> int:
 
 
 def update_working_bytes(run: RunInputs) -> int:
-    """Bytes of temporary memory of the optimizer's update."""
+    """Bytes of temporary memory of the optimizer's update, and of the casts of weights kept in fp8 after it."""
+    cast = run.sharded(max([*trained_fp8_weights(run), *trained_fp8_weights(run, "expert data")], default=0))
+    return max(_optimizer_working_bytes(run), cast * (run.widths.weights + 1))
+
+
+def _optimizer_working_bytes(run: RunInputs) -> int:
     kind, settings = optimizer_kind(run.model_config.optim.name), optimizer_settings(run.model_config.optim)
     weights = _weights(run)
     parameters = run.sharded(run.counts.trainable)

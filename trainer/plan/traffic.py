@@ -22,6 +22,7 @@ from ..distributed.gathered_weights import SLOTS
 from .data_exchange import exchange_of, gradient_sums, num_data_ranks, uses_copy_engines
 from .hardware import EFFICIENCY, GPUSpec
 from .run_inputs import RunInputs
+from .state_memory import trained_fp8_weights
 from .timeline import LayerInStack, layers_in_order, without_shared_experts
 
 AXES: tuple[CommunicationAxis, ...] = get_args(CommunicationAxis)
@@ -116,9 +117,17 @@ def _update_traffic(run: RunInputs, layers: Sequence[LayerInStack]) -> Iterator[
         if in_two:
             yield Collective(axis, "all-gather", trained * sums.updated, "backward", number=units, overlaps=True)
         if layout.shards > 1:
+            in_fp8 = trained_fp8_weights(run, axis)
+            if in_fp8:
+                amaxes = Collective(axis, "all-reduce", 4 * len(in_fp8), "update")
+                yield amaxes
+                if run.model_config.reduce_amax:
+                    yield amaxes._replace(axis="tensor" if axis == "data" else "expert")
+            size = trained * run.widths.weights - sum(in_fp8) * (run.widths.weights - 1)
             overlaps = run.run.overlaps_param_sync
             during: Pass = "forward" if overlaps else "update"
-            yield Collective(axis, "all-gather", trained * run.widths.weights, during, number=units, overlaps=overlaps)
+            number = units * (2 if in_fp8 else 1)
+            yield Collective(axis, "all-gather", size, during, number=number, overlaps=overlaps)
 
 
 def _stays_gathered(run: RunInputs, layers: Sequence[LayerInStack]) -> int:

@@ -102,13 +102,16 @@ def _hopper_gradients(
     saved = launchers.prepare_backward(q, k, v, out, lse, out_gradient, lse_gradient, problem)
     q_gradient = k_gradient = v_gradient = distance_gradient = slopes_gradient = row_sums = diagonals = None
     sinks_gradient = None
-    if needs.q or needs.distance_bias or needs.slopes:
+    order = launchers.fused_order(saved.q, saved.k, problem) if needs.q and needs.kv else None
+    if order is not None:
+        q_gradient, k_gradient, v_gradient = launchers.launch_fused_backward(saved, problem, order)
+    elif needs.q or needs.distance_bias or needs.slopes:
         far_sums = needs.distance_bias and problem.right < 0
         dq, row_sums = launchers.launch_dq(
             saved, problem, correct_delta=needs.distance_bias, far_sums=far_sums, slope_sums=needs.slopes
         )
         q_gradient = dq if needs.q else q_gradient
-    if needs.kv or needs.distance_bias:  # after dq, which corrects the delta of the diagonals
+    if order is None and (needs.kv or needs.distance_bias):  # after dq, which corrects the delta of the diagonals
         dk, dv, diagonals = launchers.launch_dkdv(saved, problem, diagonals=needs.distance_bias)
         if needs.kv:
             k_gradient, v_gradient = dk, dv

@@ -10,8 +10,10 @@ from ....models.config.fp8 import MULTIPLE, Fp8Keys, fp8_slice, scaling_of
 from ....models.config.key_block import Finding
 from ....models.config.peft import FROZEN_SCHEMES
 from ....models.config.sizes import head_dim_of
+from ..parameter_layout import DISTRIBUTED_OPTIMIZERS
+from ..run_precision import resolve_precision
 from ..schema.key_index import format_value
-from .rule_context import RuleContext, no_effect, num_processes, unused
+from .rule_context import RuleContext, no_effect, num_data_ranks, num_processes, unused
 
 _DELAYED = ("model.fp8_interval", "model.fp8_amax_history_len", "model.fp8_amax_compute_algo")
 _ENDS = ("model.num_layers_at_start_in_bf16", "model.num_layers_at_end_in_bf16")
@@ -46,29 +48,31 @@ def fp8_settings_need_fp8(context: RuleContext) -> Iterator[Finding]:
         yield from unused(context, "model.reduce_amax", "model.fp8_recipe", when)
 
 
-def fp8_params_are_frozen(context: RuleContext) -> Iterator[Finding]:
-    """Weights that are kept in fp8 alone are frozen, and whole on each rank."""
+def fp8_params_are_possible(context: RuleContext) -> Iterator[Finding]:
+    """Weights that are kept in fp8 alone are on the GPU, and all frozen or cast from main weights."""
     keys = context.root.model
     if not keys.fp8 or not keys.fp8_params:
         return
-    path, scheme = "model.fp8_params", keys.peft.peft_scheme
-    if scheme not in FROZEN_SCHEMES:
+    path, scheme, cure = "model.fp8_params", keys.peft.peft_scheme, "model.fp8_params=false"
+    if keys.peft.is_on and scheme not in FROZEN_SCHEMES:
         yield Finding.error(
             (path, "model.peft.peft_scheme", "model.fp8"),
-            f"`fp8_params` (True) needs frozen weights (`peft_scheme` lora, adapter, ptuning or ia3, not "
-            f"{format_value(scheme)}): weights that are trained stay in their dtype, beside their casts",
-            "model.fp8_params=false",
+            f"`fp8_params` (True) needs weights that are all trained or all frozen, not some of them "
+            f"(`peft_scheme`, {format_value(scheme)})",
+            cure,
         )
         return
-    shards = keys.fsdp and keys.fsdp_sharding_strategy != "grad"
-    moved = {"tensor_model_parallel_size": keys.tensor_model_parallel_size > 1, "fsdp": shards}
+    moved = {"fsdp": keys.fsdp and keys.fsdp_sharding_strategy != "grad"}
+    if not keys.peft.is_on:
+        moved["cpu_offloading_optimizer"] = keys.cpu_offloading_optimizer
+        yield from _trained_fp8_params(context)
     moved |= {f"{at}cpu_offloading": stack.cpu_offloading for at, stack in keys_by_stack(keys).items()}
     for name in (name for name, value in moved.items() if value):
         yield Finding.error(
             (path, f"model.{name}"),
-            f"`fp8_params` (True) keeps whole weights on the GPU, not with `{name}` "
-            f"({attrgetter(name)(keys)}), which splits or moves what is multiplied",
-            "model.fp8_params=false",
+            f"`fp8_params` (True) keeps weights and what they are cast from on the GPU, not with `{name}` "
+            f"({attrgetter(name)(keys)}), which splits or moves them",
+            cure,
         )
     for at, stack in keys_by_stack(keys).items():
         fp8 = fp8_slice(keys, stack.num_layers, stack.transformer_engine)
@@ -77,8 +81,33 @@ def fp8_params_are_frozen(context: RuleContext) -> Iterator[Finding]:
                 (path, f"model.{at}transformer_engine"),
                 "`fp8_params` (True) keeps the casts of stoker's kernels, which TransformerEngine's linear layers "
                 "(`transformer_engine`, True) do not read",
-                "model.fp8_params=false",
+                cure,
             )
+
+
+def _trained_fp8_params(context: RuleContext) -> Iterator[Finding]:
+    """Trained weights are cast from main weights, of which a rank may have some rows only."""
+    keys, trainer = context.root.model, context.root.trainer
+    capability = None if trainer.accelerator in ("cpu", "mps") else (9, 0)
+    if not resolve_precision(trainer.precision, keys.megatron_amp_O2, capability).main_weights:
+        has_copies = resolve_precision(trainer.precision, True, capability).main_weights
+        at = "model.megatron_amp_O2" if has_copies else "trainer.precision"
+        value = keys.megatron_amp_O2 if has_copies else trainer.precision
+        yield Finding.error(
+            ("model.fp8_params", at, "model.fp8"),
+            f"`fp8_params` (True) casts trained weights from fp32 main weights, which a run with "
+            f"`{at.partition('.')[2]}` ({format_value(value)}) does not have",
+            f"{at}={'true' if has_copies else 'bf16'}, or model.fp8_params=false",
+        )
+    shards = keys.fsdp_sharding_strategy == "grad" if keys.fsdp else keys.optim.name in DISTRIBUTED_OPTIMIZERS
+    ranks = num_data_ranks(context) * keys.context_parallel_size
+    if shards and ranks > 1 and keys.fp8_recipe in ("rowwise", "blockwise"):
+        yield Finding.error(
+            ("model.fp8_params", "model.fp8_recipe", "model.fsdp" if keys.fsdp else "model.optim.name"),
+            f"`fp8_params` (True) needs `fp8_recipe` (tensorwise, not {keys.fp8_recipe}) on {ranks} ranks that each "
+            "update some rows of a weight: scales of its columns and blocks need other rows too",
+            "model.fp8_recipe=tensorwise, or model.fp8_params=false",
+        )
 
 
 def delayed_scaling_is_possible(context: RuleContext) -> Iterator[Finding]:

@@ -166,7 +166,7 @@ def _weights_are_read_at_once(context: RuleContext) -> Iterator[Finding]:
             yield no_effect(path, f"model.{at}cpu_offloading_weights", when)
             return
     several = model.global_batch_size > model.micro_batch_size * num_data_ranks(context)
-    if model.fp8 and not stacks and (several or model.peft.is_on):
+    if model.fp8 and not model.fp8_params and not stacks and (several or model.peft.is_on):
         when = "with `fp8` (True) where weights are cast once a step, all of them before its first layer"
         yield no_effect(path, "model.fp8", when)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ....launch import jit, tl
@@ -17,7 +18,7 @@ kernel: Any = jit(do_not_specialize=("stride_b", "stride_s", "stride_h", "heads"
 
 @kernel
 def hopper_delta(
-    out_pointer, out_gradient_pointer, lse_pointer, lse_gradient_pointer, delta_pointer, base_2_pointer,
+    out_pointer, out_gradient_pointer, lse_pointer, lse_gradient_pointer, delta_pointer, base_2_pointer, zeros_pointer,
     stride_b, stride_s, stride_h, heads, rows, pitch,
     HEAD_DIM: tl.constexpr, ROWS: tl.constexpr, HAS_LSE_GRADIENT: tl.constexpr,
 ):  # fmt: skip
@@ -25,8 +26,9 @@ def hopper_delta(
 
     Fully masked rows get 0 and +inf. out: contiguous (batch, rows, heads, HEAD_DIM); the strides, of dO, are in units
     of eight elements (16 bytes). lse, and its gradient: (batch, heads, rows) fp32; delta and base_2: (batch, heads,
-    pitch) fp32.
+    pitch) fp32. zeros: int32, one per program.
     """
+    tl.store(zeros_pointer + tl.program_id(0), 0)
     blocks = tl.cdiv(rows, ROWS)
     pair, first = tl.program_id(0) // blocks, tl.program_id(0) % blocks * ROWS
     sequence, head = (pair // heads).to(tl.int64), pair % heads
@@ -50,10 +52,11 @@ def hopper_delta(
 
 def compute_delta_and_lse_base_2(
     out: Tensor, lse: Tensor, out_gradient: Tensor, lse_gradient: Tensor | None
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Compute delta and the log-sum-exp in base 2, both (batch, heads, pitch) with pitch >= rows.
 
-    The padding aligns each head to 16 bytes, as TMA requires.
+    The padding aligns each head to 16 bytes, as TMA requires. The third result is zeros for the counters of
+    `hopper_fused_backward`, int32 (batch, heads, rows / 64 rounded up).
 
     Args:
         out: contiguous (batch, rows, heads, head_dim).
@@ -63,6 +66,7 @@ def compute_delta_and_lse_base_2(
     """
     batch, rows, heads, head_dim = out.shape
     delta, base_2 = (lse.new_empty(batch, heads, -(-rows // 4) * 4) for _ in range(2))
+    zeros = torch.empty(batch, heads, -(-rows // _ROWS), dtype=torch.int32, device=out.device)
     # the stride of a dimension of size 1 is arbitrary
     strides = [stride // 8 if size > 1 else 0 for stride, size in zip(out_gradient.stride(), out.shape, strict=True)]
     with device_guard(out):
@@ -73,6 +77,7 @@ def compute_delta_and_lse_base_2(
             "lse_gradient_pointer": lse if lse_gradient is None else lse_gradient,
             "delta_pointer": delta,
             "base_2_pointer": base_2,
+            "zeros_pointer": zeros,
             "stride_b": strides[0],
             "stride_s": strides[1],
             "stride_h": strides[2],
@@ -83,4 +88,4 @@ def compute_delta_and_lse_base_2(
             "ROWS": _ROWS,
             "HAS_LSE_GRADIENT": lse_gradient is not None,
         })  # fmt: skip
-    return delta, base_2
+    return delta, base_2, zeros

@@ -1,7 +1,8 @@
 """Gradients of keys and values on Hopper: one producer warp group, two consumers of 64 keys each.
 
 Scores are transposed here, (keys, queries), so that the weights are a register operand of wgmma. With head width 256
-two accumulators do not fit into one warp group: there one consumer computes dV and the other dK of the same 64 keys.
+two accumulators do not fit into one warp group: there one consumer computes dV and the other dK of the same 64 keys,
+with the weights of the first through shared memory.
 """
 
 # Gluon functions are compiled by Triton, and pyright cannot check their types:
@@ -26,6 +27,8 @@ from .persistent_loop import (
     wait_full,
 )
 from .score_tile import add_distance_bias, far_bias, load_slope, row_slope_terms, tile_coordinates
+
+_WEIGHT_STAGES = gl.constexpr(2)
 
 
 @jit
@@ -77,7 +80,7 @@ def _produce(
 
 
 @jit
-def _exponents(
+def exponents(
     s, lse, distance_table, far, slope, key, query, offset, keys, scale_log2, reach,
     CAUSAL: gl.constexpr, HAS_DISTANCE: gl.constexpr, HAS_SLOPE: gl.constexpr,
 ):  # fmt: skip
@@ -115,7 +118,7 @@ def _exponents(
 
 
 @jit
-def _store(pointer, sums, key, pair, groups, keys, HEAD_DIM: gl.constexpr):
+def store_rows(pointer, sums, key, pair, groups, keys, HEAD_DIM: gl.constexpr):
     """Store rows to a contiguous tensor (batch, keys, groups, HEAD_DIM)."""
     layout: gl.constexpr = sums.type.layout
     j = key + gl.expand_dims(gl.arange(0, sums.shape[0], gl.SliceLayout(1, layout)), 1)
@@ -170,7 +173,7 @@ def _consume_both(
                 pending_product = warpgroup_mma(v, out_gradient.permute((1, 0)), zero, use_acc=False, is_async=True)
                 lse = lse_buffers.index(stage).reshape([BLOCK_M]).load(columns_layout)
                 s = warpgroup_mma_wait(1, deps=[pending])
-                weight = gl.exp2(_exponents(
+                weight = gl.exp2(exponents(
                     s, lse, distance_table, far, slope, key, i * BLOCK_M, offset, keys, scale_log2, reach,
                     CAUSAL, HAS_DISTANCE, HAS_SLOPE,
                 ))  # fmt: skip
@@ -193,19 +196,18 @@ def _consume_both(
                 release(queries_ring, step, STAGES)
                 step += 1
         release(keys_ring, iteration, KEY_STAGES)
-        _store(dk_pointer, dk * scale, key, pair, groups, keys, HEAD_DIM)
-        _store(dv_pointer, dv, key, pair, groups, keys, HEAD_DIM)
+        store_rows(dk_pointer, dk * scale, key, pair, groups, keys, HEAD_DIM)
+        store_rows(dv_pointer, dv, key, pair, groups, keys, HEAD_DIM)
 
 
 @jit
-def _consume_one(
-    out_pointer, keys_ring, values, queries_ring, lse_buffers, out_gradients_ring, delta_buffers,
-    order_pointer, order_width, groups, heads_per_group, query_tiles, offset, keys, scale, scale_log2,
-    IS_KEYS: gl.constexpr, TILES: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-    KEY_STAGES: gl.constexpr, HEAD_DIM: gl.constexpr,
-    CAUSAL: gl.constexpr, dtype: gl.constexpr,
+def _consume_values(
+    dv_pointer, keys_ring, queries_ring, lse_buffers, out_gradients_ring, weights_ring,
+    order_pointer, order_width, groups, heads_per_group, query_tiles, offset, keys, scale_log2,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, KEY_STAGES: gl.constexpr,
+    HEAD_DIM: gl.constexpr, CAUSAL: gl.constexpr, dtype: gl.constexpr,
 ):  # fmt: skip
-    """Compute one gradient, of the keys (IS_KEYS) or of the values, of each tile of keys."""
+    """Compute the gradient of the values of each tile of keys, and hand on the attention weights in fp32."""
     scores_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     sums_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
     weights_layout: gl.constexpr = gl.DotOperandLayout(0, sums_layout, 2)
@@ -216,8 +218,7 @@ def _consume_one(
         tile, pair = next_tile(order_pointer, order_width, iteration)
         key = tile * BLOCK_N
         k = keys_ring[0].index(iteration % KEY_STAGES).reshape([BLOCK_N, HEAD_DIM])
-        v = values.index(iteration % KEY_STAGES).reshape([BLOCK_N, HEAD_DIM])
-        sums = gl.zeros([BLOCK_N, HEAD_DIM], gl.float32, sums_layout)
+        dv = gl.zeros([BLOCK_N, HEAD_DIM], gl.float32, sums_layout)
         first = _first_query_tile(tile, offset, BLOCK_M, BLOCK_N, CAUSAL)
         wait_full(keys_ring, iteration, KEY_STAGES)
         for _ in range(heads_per_group):
@@ -227,34 +228,68 @@ def _consume_one(
                 out_gradient = out_gradients_ring[0].index(stage).reshape([BLOCK_M, HEAD_DIM])
                 wait_full(queries_ring, step, STAGES)
                 pending = warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
-                wait_full(out_gradients_ring, step, STAGES)
                 lse = lse_buffers.index(stage).reshape([BLOCK_M]).load(columns_layout)
-                if IS_KEYS:
-                    pending_product = warpgroup_mma(v, out_gradient.permute((1, 0)), zero, use_acc=False, is_async=True)
-                    s = warpgroup_mma_wait(1, deps=[pending])
-                else:
-                    s = warpgroup_mma_wait(0, deps=[pending])
-                weight = gl.exp2(_exponents(
+                s = warpgroup_mma_wait(0, deps=[pending])
+                weight = gl.exp2(exponents(
                     s, lse, lse_buffers, (0.0, 0.0), 0.0, key, i * BLOCK_M, offset, keys, scale_log2, 0,
                     CAUSAL, False, False,
                 ))  # fmt: skip
-                if IS_KEYS:
-                    delta = delta_buffers.index(stage).reshape([BLOCK_M]).load(columns_layout)
-                    product = warpgroup_mma_wait(0, deps=[pending_product])
-                    weight = weight * (product - gl.expand_dims(delta, 0))
+                mbarrier.wait(weights_ring[2].index(step % _WEIGHT_STAGES), ((step // _WEIGHT_STAGES) & 1) ^ 1)
+                weights_ring[0].index(step % _WEIGHT_STAGES).store(weight)
+                mbarrier.arrive(weights_ring[1].index(step % _WEIGHT_STAGES), count=1)
                 p = gl.convert_layout(weight.to(dtype), weights_layout)
-                if IS_KEYS:
-                    pending_sums = warpgroup_mma(p, q, sums, is_async=True)
-                else:
-                    pending_sums = warpgroup_mma(p, out_gradient, sums, is_async=True)
-                sums = warpgroup_mma_wait(0, deps=[pending_sums])
+                wait_full(out_gradients_ring, step, STAGES)
+                pending_dv = warpgroup_mma(p, out_gradient, dv, is_async=True)
+                dv = warpgroup_mma_wait(0, deps=[pending_dv])
                 release(queries_ring, step, STAGES)
                 release(out_gradients_ring, step, STAGES)
                 step += 1
         release(keys_ring, iteration, KEY_STAGES)
-        if IS_KEYS:
-            sums = sums * scale
-        _store(out_pointer, sums, key, pair, groups, keys, HEAD_DIM)
+        store_rows(dv_pointer, dv, key, pair, groups, keys, HEAD_DIM)
+
+
+@jit
+def _consume_keys(
+    dk_pointer, keys_ring, values, queries_ring, out_gradients_ring, delta_buffers, weights_ring,
+    order_pointer, order_width, groups, heads_per_group, query_tiles, offset, keys, scale,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, KEY_STAGES: gl.constexpr,
+    HEAD_DIM: gl.constexpr, CAUSAL: gl.constexpr, dtype: gl.constexpr,
+):  # fmt: skip
+    """Compute the gradient of the keys of each tile, with the weights of `_consume_values`."""
+    scores_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
+    sums_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
+    gradients_layout: gl.constexpr = gl.DotOperandLayout(0, sums_layout, 2)
+    columns_layout: gl.constexpr = gl.SliceLayout(0, scores_layout)
+    zero = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, scores_layout)
+    step = 0
+    for iteration in range(num_assigned_tiles(order_pointer, order_width)):
+        tile, pair = next_tile(order_pointer, order_width, iteration)
+        v = values.index(iteration % KEY_STAGES).reshape([BLOCK_N, HEAD_DIM])
+        dk = gl.zeros([BLOCK_N, HEAD_DIM], gl.float32, sums_layout)
+        first = _first_query_tile(tile, offset, BLOCK_M, BLOCK_N, CAUSAL)
+        wait_full(keys_ring, iteration, KEY_STAGES)
+        for _ in range(heads_per_group):
+            for _ in range(first, query_tiles):
+                stage = step % STAGES
+                q = queries_ring[0].index(stage).reshape([BLOCK_M, HEAD_DIM])
+                out_gradient = out_gradients_ring[0].index(stage).reshape([BLOCK_M, HEAD_DIM])
+                wait_full(out_gradients_ring, step, STAGES)
+                pending = warpgroup_mma(v, out_gradient.permute((1, 0)), zero, use_acc=False, is_async=True)
+                delta = delta_buffers.index(stage).reshape([BLOCK_M]).load(columns_layout)
+                product = warpgroup_mma_wait(0, deps=[pending])
+                wait_full(weights_ring, step, _WEIGHT_STAGES)
+                weight = weights_ring[0].index(step % _WEIGHT_STAGES).load(scores_layout)
+                release(weights_ring, step, _WEIGHT_STAGES)
+                gradient = weight * (product - gl.expand_dims(delta, 0))
+                g = gl.convert_layout(gradient.to(dtype), gradients_layout)
+                wait_full(queries_ring, step, STAGES)
+                pending_dk = warpgroup_mma(g, q, dk, is_async=True)
+                dk = warpgroup_mma_wait(0, deps=[pending_dk])
+                release(queries_ring, step, STAGES)
+                release(out_gradients_ring, step, STAGES)
+                step += 1
+        release(keys_ring, iteration, KEY_STAGES)
+        store_rows(dk_pointer, dk * scale, tile * BLOCK_N, pair, groups, keys, HEAD_DIM)
 
 
 @kernel
@@ -295,16 +330,19 @@ def hopper_dkdv(
     if DIAGONALS:
         scratch, other_scratch = allocate_scratch(), allocate_scratch()
     if HEAD_DIM > 128:
+        weights_layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
+        weights = gl.allocate_shared_memory(gl.float32, [_WEIGHT_STAGES, BLOCK_N, BLOCK_M], weights_layout)
+        weights_ring = make_ring(weights, _WEIGHT_STAGES, 1)
         gl.warp_specialize([
-            (_consume_one, (
-                dv_pointer, keys_ring, values, queries_ring, lse_buffers, out_gradients_ring, delta_buffers,
-                order_pointer, order_width, groups, heads_per_group, query_tiles, offset, keys,
-                scale, scale_log2, False, TILES, BLOCK_M, BLOCK_N, STAGES, KEY_STAGES, HEAD_DIM, CAUSAL, dtype,
+            (_consume_values, (
+                dv_pointer, keys_ring, queries_ring, lse_buffers, out_gradients_ring, weights_ring,
+                order_pointer, order_width, groups, heads_per_group, query_tiles, offset, keys, scale_log2,
+                BLOCK_M, BLOCK_N, STAGES, KEY_STAGES, HEAD_DIM, CAUSAL, dtype,
             )),
-            (_consume_one, (
-                dk_pointer, keys_ring, values, queries_ring, lse_buffers, out_gradients_ring, delta_buffers,
-                order_pointer, order_width, groups, heads_per_group, query_tiles, offset, keys,
-                scale, scale_log2, True, TILES, BLOCK_M, BLOCK_N, STAGES, KEY_STAGES, HEAD_DIM, CAUSAL, dtype,
+            (_consume_keys, (
+                dk_pointer, keys_ring, values, queries_ring, out_gradients_ring, delta_buffers, weights_ring,
+                order_pointer, order_width, groups, heads_per_group, query_tiles, offset, keys, scale,
+                BLOCK_M, BLOCK_N, STAGES, KEY_STAGES, HEAD_DIM, CAUSAL, dtype,
             )),
             (_produce, (
                 q_descriptor, k_descriptor, v_descriptor, do_descriptor, lse_descriptor, delta_descriptor,

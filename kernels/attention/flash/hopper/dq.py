@@ -45,7 +45,11 @@ def _produce(
     order_pointer, order_width, heads, heads_per_group, offset, keys,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, HEAD_DIM: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
-    """Load queries and output gradients of both consumers, and the tiles of keys and values, the last first."""
+    """Load queries and output gradients of both consumers, and the tiles of keys and values, the last first.
+
+    With one stage the values of a tile come before its keys: consumers need the keys until the end of a step, so that
+    their stage is free last.
+    """
     step = 0
     for iteration in range(num_assigned_tiles(order_pointer, order_width)):
         row, pair = next_tile(order_pointer, order_width, iteration)
@@ -54,7 +58,10 @@ def _produce(
         num_tiles = num_key_tiles(row, offset, keys, 2 * BLOCK_M, BLOCK_N, CAUSAL)
         for i in range(num_tiles):
             coordinates = [sequence, (num_tiles - 1 - i) * BLOCK_N, group, 0]
-            tma_load(keys_ring, step, k_descriptor, coordinates, BLOCK_N * HEAD_DIM * 2, STAGES)
+            if STAGES == 1:
+                tma_load(values_ring, step, v_descriptor, coordinates, BLOCK_N * HEAD_DIM * 2, STAGES)
+            else:
+                tma_load(keys_ring, step, k_descriptor, coordinates, BLOCK_N * HEAD_DIM * 2, STAGES)
             if i == 0:
                 for w in gl.static_range(2):
                     full = queries_ring[1].index(w)
@@ -63,7 +70,10 @@ def _produce(
                     q_coordinates = [sequence, (2 * row + w) * BLOCK_M, head, 0]
                     load_tile(q_descriptor, q_coordinates, full, queries_ring[0].index(w))
                     load_tile(do_descriptor, q_coordinates, full, out_gradients.index(w))
-            tma_load(values_ring, step, v_descriptor, coordinates, BLOCK_N * HEAD_DIM * 2, STAGES)
+            if STAGES == 1:
+                tma_load(keys_ring, step, k_descriptor, coordinates, BLOCK_N * HEAD_DIM * 2, STAGES)
+            else:
+                tma_load(values_ring, step, v_descriptor, coordinates, BLOCK_N * HEAD_DIM * 2, STAGES)
             step += 1
 
 
@@ -106,13 +116,22 @@ def _consume(
         row_sum, weight_sum = total, total
         mbarrier.wait(queries_ring[1].index(W), iteration & 1)
         for i in range(num_tiles):
-            wait_full(keys_ring, step, STAGES)
             k = keys_ring[0].index(step % STAGES).reshape([BLOCK_N, HEAD_DIM])
-            pending = warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
-            wait_full(values_ring, step, STAGES)
             v = values_ring[0].index(step % STAGES).reshape([BLOCK_N, HEAD_DIM])
-            pending_product = warpgroup_mma(out_gradient, v.permute((1, 0)), zero, use_acc=False, is_async=True)
-            s = warpgroup_mma_wait(1, deps=[pending])
+            if STAGES == 1:
+                wait_full(values_ring, step, STAGES)
+                pending_product = warpgroup_mma(out_gradient, v.permute((1, 0)), zero, use_acc=False, is_async=True)
+                wait_full(keys_ring, step, STAGES)
+                pending = warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
+                product = warpgroup_mma_wait(1, deps=[pending_product])
+                release(values_ring, step, STAGES)
+                s = warpgroup_mma_wait(0, deps=[pending])
+            else:
+                wait_full(keys_ring, step, STAGES)
+                pending = warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
+                wait_full(values_ring, step, STAGES)
+                pending_product = warpgroup_mma(out_gradient, v.permute((1, 0)), zero, use_acc=False, is_async=True)
+                s = warpgroup_mma_wait(1, deps=[pending])
             start = (num_tiles - 1 - i) * BLOCK_N
             s, shift = add_bias(
                 s, distance_table, far, slope, start, first, offset, reach, scale_log2, CAUSAL, HAS_DISTANCE, HAS_SLOPE
@@ -120,8 +139,9 @@ def _consume(
             if num_tiles - 1 - i >= unmasked:
                 s = mask_scores(s, start, first, offset, keys, CAUSAL)
             weight = gl.exp2(s * scale_log2 - gl.expand_dims(lse - shift, 1))
-            product = warpgroup_mma_wait(0, deps=[pending_product])
-            release(values_ring, step, STAGES)
+            if STAGES > 1:
+                product = warpgroup_mma_wait(0, deps=[pending_product])
+                release(values_ring, step, STAGES)
             gradient = weight * (product - gl.expand_dims(delta, 1))
             if CORRECT_DELTA:
                 tile_sum = gl.sum(gradient, 1)

@@ -35,11 +35,15 @@ def _parameters(kernel: Any) -> tuple[list[str], list[str]]:
     return names, [parameter.name for parameter in kernel.params if parameter.is_constexpr]
 
 
-def launch_kernel(kernel: Any, programs: int, dtype: Hashable, device: torch.device, arguments: dict[str, Any]) -> None:
+def launch_kernel(
+    kernel: Any, programs: int, dtype: Hashable, device: torch.device, arguments: dict[str, Any], *,
+    cooperative: bool = False,
+) -> None:  # fmt: skip
     """Launch a `schedule.kernel`, with one warp group per role, or a plain Triton kernel with four warps.
 
     A variant is compiled per constexpr values, device and dtype, or dtypes, which determine those of all tensors. Other
-    arguments are not specialized and may change between launches.
+    arguments are not specialized and may change between launches. The programs of a `cooperative` kernel, which wait
+    for each other, start when there is room on the device for all of them.
     """
     if INTERPRETED:
         kernel[(programs,)](**arguments)
@@ -50,6 +54,6 @@ def launch_kernel(kernel: Any, programs: int, dtype: Hashable, device: torch.dev
     compiled = _COMPILED.get(key)
     if compiled is None:
         values = [value.checked() if isinstance(value, TileDescriptor) else value for value in values]
-        _COMPILED[key] = kernel[(programs,)](*values, num_warps=4)
+        _COMPILED[key] = kernel[(programs,)](*values, num_warps=4, launch_cooperative_grid=cooperative)
     else:
         compiled[(programs, 1, 1)](*values)

@@ -7,6 +7,7 @@ from typing import NamedTuple
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 
+from ...backend_support import fused_backward_support
 from ..kernel_arguments import FlashAttentionParams, device_guard
 from ..portable.forward import allocate_outputs
 from .delta import compute_delta_and_lse_base_2
@@ -14,13 +15,15 @@ from .distance_bias import distance_table, num_bands
 from .dkdv import hopper_dkdv
 from .dq import hopper_dq
 from .forward import hopper_forward
+from .fused_backward import hopper_fused_backward
 from .launch_cache import TileDescriptor, launch_kernel
 from .lse_forward import hopper_lse
 from .supported_calls import make_tma_compatible
-from .tile_scheduler import concurrent_heads, tile_order
+from .tile_scheduler import concurrent_heads, paired_tile_order, tile_order
 
 LOG2E = 1.4426950408889634
 _TILE = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
+_SUMS = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=4)
 _ROW = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
 
 
@@ -63,6 +66,8 @@ _DKDV = {
     128: KeyTileConfig(64, 64, 2),
     256: KeyTileConfig(64, 64, 2, tiles=1, key_stages=1),
 }
+# all gradients in one kernel; with 256 columns the accumulators do not fit
+_FUSED = {64: KeyTileConfig(128, 64, 2, key_stages=1), 128: KeyTileConfig(64, 64, 2, key_stages=1)}
 _LSE = {
     64: QueryTileConfig(64, 128, 4, consumers=3),
     128: QueryTileConfig(64, 128, 4, consumers=3),
@@ -179,9 +184,9 @@ def launch_lse_(lse: Tensor, q: Tensor, k: Tensor, *, shift: int | None, scale: 
 
 
 class HopperBackwardInputs(NamedTuple):
-    """Inputs of both backward kernels.
+    """Inputs of the backward kernels.
 
-    `lse_gradient` is (batch, heads, queries) or None for 0; `lse` (base 2) and `delta` are (batch, heads, pitch), see
+    `lse_gradient` is (batch, heads, queries) or None for 0; `lse` (base 2), `delta` and `zeros` are from
     `compute_delta_and_lse_base_2`; `distance` is from `_distance`.
     """
 
@@ -191,6 +196,7 @@ class HopperBackwardInputs(NamedTuple):
     out_gradient: Tensor
     lse: Tensor
     delta: Tensor
+    zeros: Tensor
     lse_gradient: Tensor | None
     distance: tuple[Tensor | None, int, int]
 
@@ -199,11 +205,11 @@ def prepare_backward(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, out_gradient: Tensor, lse_gradient: Tensor | None,
     problem: FlashAttentionParams,
 ) -> HopperBackwardInputs:  # fmt: skip
-    """Compute the inputs of both backward kernels."""
+    """Compute the inputs of the backward kernels."""
     q, k, v, out_gradient = (make_tma_compatible(tensor) for tensor in (q, k, v, out_gradient))
     lse_gradient = None if lse_gradient is None else lse_gradient.contiguous()
-    delta, base_2 = compute_delta_and_lse_base_2(out.contiguous(), lse, out_gradient, lse_gradient)
-    return HopperBackwardInputs(q, k, v, out_gradient, base_2, delta, lse_gradient, _distance(problem))
+    delta, base_2, zeros = compute_delta_and_lse_base_2(out.contiguous(), lse, out_gradient, lse_gradient)
+    return HopperBackwardInputs(q, k, v, out_gradient, base_2, delta, zeros, lse_gradient, _distance(problem))
 
 
 def launch_dq(
@@ -309,3 +315,59 @@ def launch_dkdv(
             DIAGONALS=diagonals,
         ))  # fmt: skip
     return k_gradient, v_gradient, sums
+
+
+def fused_order(q: Tensor, k: Tensor, problem: FlashAttentionParams) -> Tensor | None:
+    """Return the tile order of `launch_fused_backward`; None for calls that the other kernels are to take."""
+    (batch, queries), head_dim = q.shape[:2], q.shape[3]
+    keys, groups = k.shape[1:3]
+    causal = problem.right == 0
+    relative_bias = problem.distance_bias is not None or problem.alibi_slopes is not None
+    if not fused_backward_support(head_dim, queries, keys, causal=causal, relative_bias=relative_bias):
+        return None
+    if causal:
+        return paired_tile_order(keys // 128, batch * groups, q.device)
+    return _order_of_keys(q, k, _FUSED[head_dim], causal)
+
+
+def launch_fused_backward(
+    saved: HopperBackwardInputs, problem: FlashAttentionParams, order: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute the gradients of q, k and v, contiguous; `order` is from `fused_order`."""
+    q, k = saved.q, saved.k
+    batch, queries, heads, head_dim = q.shape
+    keys, groups = k.shape[1:3]
+    blocks = _FUSED[head_dim]
+    q_gradient, k_gradient, v_gradient = (tensor.new_empty(tensor.shape) for tensor in (q, k, saved.v))
+    sums = saved.lse.new_empty(q.shape)
+    row_descriptors = {
+        name: TileDescriptor(rows, [batch * heads, queries], [rows.shape[2], 1], [1, blocks.queries], _ROW)
+        for name, rows in (("lse_descriptor", saved.lse), ("delta_descriptor", saved.delta))
+    }
+    with device_guard(q):
+        launch_kernel(hopper_fused_backward, len(order), q.dtype, q.device, dict(
+            q_descriptor=_row_tiles(q, blocks.queries),
+            k_descriptor=_row_tiles(k, blocks.keys),
+            v_descriptor=_row_tiles(saved.v, blocks.keys),
+            do_descriptor=_row_tiles(saved.out_gradient, blocks.queries),
+            **row_descriptors,
+            sums_descriptor=TileDescriptor(sums, list(sums.shape), list(sums.stride()), [1, 64, 1, 64], _SUMS),
+            dq_descriptor=TileDescriptor(q_gradient, list(q.shape), list(q_gradient.stride()), [1, 64, 1, 64], _TILE),
+            dk_pointer=k_gradient,
+            dv_pointer=v_gradient,
+            turns_pointer=saved.zeros,
+            order_pointer=order,
+            order_width=order.shape[1],
+            groups=groups,
+            heads_per_group=heads // groups,
+            query_tiles=-(-queries // blocks.queries),
+            queries=queries,
+            keys=keys,
+            scale=problem.scale,
+            scale_log2=problem.scale * LOG2E,
+            BLOCK_M=blocks.queries,
+            STAGES=blocks.stages,
+            HEAD_DIM=head_dim,
+            CAUSAL=problem.right == 0,
+        ), cooperative=True)  # fmt: skip
+    return q_gradient, k_gradient, v_gradient

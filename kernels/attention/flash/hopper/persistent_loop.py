@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 jit: Any = gluon.jit
@@ -26,6 +28,17 @@ load_tile: Any = getattr(tma, "async_load", None) or tma.async_copy_global_to_sh
 store_tile: Any = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 
 
+@builtin
+def _add_tile(tensor_desc, coord, src, _semantic: Any = None):
+    """Add a tile of shared memory to global memory by TMA, as `tma.async_atomic_add` of Triton 3.9."""
+    coordinates = _semantic._convert_to_ir_values(coord, require_i64=False)
+    kind = ir.DESCRIPTOR_REDUCE_KIND.ADD
+    _semantic.builder.create_async_tma_reduce(kind, tensor_desc.handle, coordinates, src.handle)
+
+
+add_tile: Any = getattr(tma, "async_atomic_add", None) or _add_tile
+
+
 @jit
 def num_assigned_tiles(order, width):
     """Return the number of tiles of this program; `order` is from `tile_order`, with rows of `width` numbers."""
@@ -40,13 +53,13 @@ def next_tile(order, width, turn):
 
 
 @jit
-def make_ring(buffers, STAGES: gl.constexpr, READERS: gl.constexpr):
+def make_ring(buffers, STAGES: gl.constexpr, READERS: gl.constexpr, WRITERS: gl.constexpr = 1):
     """Return a ring buffer of STAGES tiles with its barriers: (buffers, full, free)."""
     layout: gl.constexpr = mbarrier.MBarrierLayout()
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], layout)
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], layout)
     for stage in gl.static_range(STAGES):
-        mbarrier.init(full.index(stage), 1)
+        mbarrier.init(full.index(stage), WRITERS)
         mbarrier.init(free.index(stage), READERS)
     return buffers, full, free
 

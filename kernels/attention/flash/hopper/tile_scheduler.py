@@ -50,18 +50,50 @@ def balance_tiles(visits: list[int], pairs: int, together: int, programs: int) -
     return lists
 
 
+def pair_tiles(tiles: int, pairs: int, programs: int) -> list[list[int]]:
+    """Assign tile p of keys, then tile `tiles` - 1 - p, of a pair to a program: as much work for all of them.
+
+    As `balance_tiles`, for `hopper_fused_backward` with a causal mask, an even number of tiles, and as many queries. A
+    pair takes tiles / 2 programs at the same time. Returns an empty list where so many programs are left over that the
+    other kernels, with seven instead of five products but lists of any length, are faster.
+    """
+    half = tiles // 2
+    together = min(programs // half, pairs)
+    if together == 0:
+        return []
+    longest_list = -(-pairs // together) * (tiles + 1)
+    if 5 * longest_list > 7 * max(tiles, pairs * half * (tiles + 1) / programs):
+        return []
+    return [
+        [2 * len(assigned), *(number for pair in assigned for tile in (p, tiles - 1 - p) for number in (tile, pair))]
+        for assigned in (range(first, pairs, together) for first in range(together))
+        for p in range(half)
+    ]
+
+
+def _table(lists: list[list[int]], device: torch.device) -> Tensor:
+    width = max(len(entries) for entries in lists)
+    table = torch.tensor([entries + [0] * (width - len(entries)) for entries in lists], dtype=torch.int32)
+    return table.to(device)  # synchronizes, once per shape, since later calls may use the table on other streams
+
+
+@lru_cache(maxsize=512)
+def paired_tile_order(tiles: int, pairs: int, device: torch.device) -> Tensor | None:
+    """Return `pair_tiles` as `tile_order` does; None if that is empty."""
+    lists = pair_tiles(tiles, pairs, torch.cuda.get_device_properties(device).multi_processor_count)
+    return _table(lists, device) if lists else None
+
+
 @lru_cache(maxsize=512)
 def tile_order(
     by_keys: bool, queries: int, keys: int, rows: int, columns: int, causal: bool, pairs: int, together: int,
     device: torch.device,
 ) -> Tensor:  # fmt: skip
-    """Return `balanced` for a shape as an int32 tensor on the device: a row per program, at most one per SM."""
+    """Return `balance_tiles` for a shape as an int32 tensor on the device: a row per program, at most one per SM."""
     visits = (query_tiles_per_key_tile if by_keys else key_tiles_per_query_tile)(queries, keys, rows, columns, causal)
     processors = torch.cuda.get_device_properties(device).multi_processor_count
     lists = balance_tiles(visits, pairs, together, min(len(visits) * pairs, processors))
-    width = max(len(entries) for entries in lists)
-    table = torch.tensor([entries + [0] * (width - len(entries)) for entries in lists], dtype=torch.int32)
-    return table.to(device)  # synchronizes, once per shape, since later calls may use the table on other streams
+    return _table(lists, device)
 
 
 def concurrent_heads(heads: int, bytes_per_head: int, causal: bool) -> int:
