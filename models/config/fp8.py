@@ -21,7 +21,7 @@ class Fp8Keys(ConfigBlock):
     weights and all other arithmetic stay in the run's precision, and validation multiplies with the weights themselves.
     Needs a GPU from sm_89 (Ada, Hopper, Blackwell) and bf16; on a CPU it is emulated, slowly. null: False."""
     fp8_e4m3: bool = False
-    """With `fp8`: cast gradients to e4m3 too; goes before `fp8_hybrid`."""
+    """With `fp8`: cast gradients to e4m3 too; takes precedence over `fp8_hybrid`."""
     fp8_hybrid: bool = True
     """With `fp8`: cast activations and weights to e4m3, gradients to e5m2, which has more range and less precision."""
     fp8_recipe: Scaling | None = None

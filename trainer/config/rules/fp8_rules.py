@@ -30,7 +30,7 @@ def fp8_has_a_format(context: RuleContext) -> Iterator[Finding]:
             "model.fp8_hybrid=true",
         )
     elif keys.fp8 and keys.fp8_e4m3 and keys.fp8_hybrid and "model.fp8_hybrid" in context.set_by_user:
-        yield no_effect("model.fp8_hybrid", "model.fp8_e4m3", "with `fp8_e4m3` (True), which goes before it")
+        yield no_effect("model.fp8_hybrid", "model.fp8_e4m3", "with `fp8_e4m3` (True), which takes precedence")
 
 
 def fp8_settings_need_fp8(context: RuleContext) -> Iterator[Finding]:
