@@ -127,7 +127,7 @@ def _check_widths(linear: nn.Linear, name: str, tensor_parallel: TensorParallel 
             of = "" if tensor_parallel is None else f" on each of {tensor_parallel.size} tensor-parallel ranks"
             raise ValueError(
                 f"`fp8` (True) needs matrices whose widths are multiples of {MULTIPLE}, and `{name}` is "
-                f"{linear.weight.shape[0]} x {linear.weight.shape[1]}{of}; use fp8=false, or other widths."
+                f"{linear.weight.shape[0]} x {linear.weight.shape[1]}{of}; use model.fp8=false, or other widths."
             )
 
 

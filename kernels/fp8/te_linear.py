@@ -37,7 +37,7 @@ def runs_on(tensor: Tensor) -> bool:
 
 def check_transformer_engine(recipe: Fp8Recipe, installed: InstalledSoftware) -> None:
     """Raise ValueError if TransformerEngine's linear layers do not run on this machine, which has a GPU."""
-    cure = "use transformer_engine=null" + " with fp8_recipe=tensorwise" * (recipe.scaling == "delayed")
+    cure = "use model.transformer_engine=null" + " model.fp8_recipe=tensorwise" * (recipe.scaling == "delayed")
     problem = why_not_te(installed)
     if problem is None and installed.te is not None and installed.te < MIN_TE_FP8:
         problem = f"needs TransformerEngine {format_version(MIN_TE_FP8)}, found {format_version(installed.te)}"
@@ -49,7 +49,7 @@ def check_transformer_engine(recipe: Fp8Recipe, installed: InstalledSoftware) ->
     if not found:
         raise ValueError(
             f"`fp8_recipe` (blockwise) is not available through TransformerEngine: {reason.rstrip('.')}; use "
-            "transformer_engine=null, or fp8_recipe=delayed."
+            "model.transformer_engine=null, or model.fp8_recipe=delayed."
         )
 
 

@@ -21,7 +21,7 @@ class Fp8Keys(ConfigBlock):
     weights and all other arithmetic stay in the run's precision, and validation multiplies with the weights themselves.
     Needs a GPU from sm_89 (Ada, Hopper, Blackwell) and bf16; on a CPU it is emulated, slowly. null: False."""
     fp8_e4m3: bool = False
-    """With `fp8`: cast gradients to e4m3 too; goes before `fp8_hybrid`."""
+    """With `fp8`: cast gradients to e4m3 too; takes precedence over `fp8_hybrid`."""
     fp8_hybrid: bool = True
     """With `fp8`: cast activations and weights to e4m3, gradients to e5m2, which has more range and less precision."""
     fp8_recipe: Scaling | None = None
@@ -176,17 +176,17 @@ def check_fp8(fp8: Fp8Slice, device: str, capability: tuple[int, int] | None, dt
     if fp8.recipe.scaling == "delayed" and device != "cuda":
         raise ValueError(
             f"`fp8_recipe` (delayed) needs a GPU for TransformerEngine, and this is {device}; use "
-            "fp8_recipe=tensorwise."
+            "model.transformer_engine=null model.fp8_recipe=tensorwise."
         )
     if device == "cpu":
         return
     if device != "cuda" or capability is None:
-        raise ValueError(f"`fp8` (True) must be False on {device}, which has no fp8 matmuls; use fp8=false.")
+        raise ValueError(f"`fp8` (True) must be False on {device}, which has no fp8 matmuls; use model.fp8=false.")
     name = ".".join(map(str, capability))
     if capability < (8, 9):
         raise ValueError(
             f"`fp8` (True) needs a GPU of compute capability 8.9 or later (Ada, Hopper, Blackwell), and this one has "
-            f"{name}; use fp8=false."
+            f"{name}; use model.fp8=false."
         )
     if dtype != "bf16":
         raise ValueError(
@@ -195,5 +195,5 @@ def check_fp8(fp8: Fp8Slice, device: str, capability: tuple[int, int] | None, dt
     if fp8.recipe.scaling == "blockwise" and capability[0] != 9:
         raise ValueError(
             f"`fp8_recipe` (blockwise) needs a Hopper GPU, whose matmuls scale by blocks (compute capability 9.0), and "
-            f"this one has {name}; use fp8_recipe=rowwise."
+            f"this one has {name}; use model.fp8_recipe=rowwise."
         )

@@ -224,6 +224,9 @@ class SelectiveSlice:
     names: tuple[str, ...]
 
 
+FROZEN_SCHEMES = frozenset({"lora", "adapter", "ptuning", "ia3"})
+"""Values of `peft_scheme` that train no weight of the base model."""
+
 PeftSlice = LoRASlice | AdapterSlice | PromptSlice | IA3Slice | SelectiveSlice
 
 

@@ -199,7 +199,7 @@ def test_layers_at_the_ends_and_models_in_evaluation_multiply_as_before() -> Non
 
 
 def test_widths_that_are_no_multiples_of_16_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"`fp8` \(True\) needs matrices .* `up` is 40 x 64; use fp8=false"):
+    with pytest.raises(ValueError, match=r"`fp8` \(True\) needs matrices .* `up` is 40 x 64; use model.fp8=false"):
         build(FP8 | {"ffn_hidden_size": 40})
 
 

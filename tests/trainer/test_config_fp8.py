@@ -130,10 +130,10 @@ def test_a_cpu_emulates_any_precision(accelerator: str) -> None:
     ("device", "capability", "dtype", "scaling", "says"),
     [
         ("mps", None, "bf16", "tensorwise", "must be False on mps"),
-        ("cpu", None, "fp32", "delayed", "needs a GPU for TransformerEngine, and this is cpu; use fp8_recipe=tensorw"),
+        ("cpu", None, "fp32", "delayed", "this is cpu; use model.transformer_engine=null model.fp8_recipe=tensorwise."),
         ("cuda", (8, 0), "bf16", "tensorwise", "8.9 or later (Ada, Hopper, Blackwell), and this one has 8.0"),
         ("cuda", (9, 0), "fp16", "tensorwise", "use trainer.precision=bf16"),
-        ("cuda", (10, 0), "bf16", "blockwise", "use fp8_recipe=rowwise"),
+        ("cuda", (10, 0), "bf16", "blockwise", "use model.fp8_recipe=rowwise"),
     ],
 )  # fmt: skip
 def test_what_a_device_lacks(device, capability, dtype, scaling, says) -> None:

@@ -175,6 +175,7 @@ def test_foreign_names_through_the_front_door() -> None:
         ("+model.num_experts_per_tok=2", "model.moe_router_topk"),
         ("++model.gradient_checkpointing=true", "model.activations_checkpoint_granularity"),
         ("learning_rate=1e-3", "model.optim.lr"),
+        ("model.fp8_format=hybrid", "model.fp8_hybrid"),
         ("model.cpu_offload=true", "model.cpu_offloading"),
         ("model.optim.cpu_offload=true", "model.cpu_offloading_optimizer"),
     ):

@@ -195,6 +195,21 @@ def test_weights_gathered_when_layers_need_them(runs, layout, changes, engines):
         check_equal(together, alone, last, kinds=kinds, limit=0.0)
 
 
+def test_callbacks_read_weights_that_are_gathered(runs):
+    changes = ZERO1 | {"registers": "weight_reading_callback", "trainer__callbacks": ["reads_weights"]}
+    found = [runs.run(f"callback-{len(more)}", 2, **changes, **more) for more in ({}, OVERLAP)]
+    squares = [
+        [json.loads(line)["squares"] for line in (each / "metrics.jsonl").read_text().splitlines() if "squares" in line]
+        for each in found
+    ]
+    assert len(squares[0]) == 3
+    assert squares[1] == squares[0]
+    warned = [
+        "`overlap_param_sync` (True) has no effect with callbacks" in (each / "run.log").read_text() for each in found
+    ]
+    assert warned == [False, True]
+
+
 @full_only
 def test_copy_engines_equal_one_process_with_t5(runs):
     together = runs.run("copy-engines-t5", 2, copy_engines=True, model=T5["model"] | {"fsdp": True})

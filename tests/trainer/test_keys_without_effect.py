@@ -8,6 +8,8 @@ from config_helpers import load
 from tiers import looped
 
 WEIGHTS = "model.restore_from_path=x"
+OVERLAPPED = ["model.optim.name=distributed_fused_adam", "model.optim.overlap_param_sync=true", "trainer.devices=2"]
+OVERLAPPED += ["model.global_batch_size=16", "model.micro_batch_size=8"]
 LORA, ADAPTER, IA3 = ([WEIGHTS, f"model.peft.peft_scheme={scheme}"] for scheme in ("lora", "adapter", "ia3"))
 
 
@@ -26,6 +28,11 @@ LORA, ADAPTER, IA3 = ([WEIGHTS, f"model.peft.peft_scheme={scheme}"] for scheme i
             MODEL + "num_layers_at_start_in_bf16",
         ),
         (["model.optim.overlap_param_sync=true"], OPTIM + "overlap_param_sync"),
+        ([*OVERLAPPED, "model.fp8=true", "model.micro_batch_size=4"], OPTIM + "overlap_param_sync"),
+        (
+            [*OVERLAPPED, *(f"model.cpu_offloading{key}" for key in ("=true", "_num_layers=1", "_weights=true"))],
+            OPTIM + "overlap_param_sync",
+        ),
         (["data=mock", "model.data.splits_string='1,1,1'"], DATA + "splits_string"),
         (["model.data.index_mapping_dir=x"], DATA + "index_mapping_dir"),
         (["model.data.shuffle_documents=false"], DATA + "shuffle_documents"),

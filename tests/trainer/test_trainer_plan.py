@@ -68,6 +68,15 @@ def test_attention_in_fp8_saves_one_byte_of_each():
     assert "TransformerEngine, with attention) in 22 of 24 layers" in "\n".join(report_lines(fp8, []))
 
 
+def test_the_plan_says_that_experts_do_not_multiply_in_fp8():
+    for more, says in (
+        ([], "in 4 of 4 layers, "),
+        (["model.fp8_wgrad=false"], "in 4 of 4 layers without their experts"),
+    ):
+        plan = planned("model=mixtral_tiny", "model.fp8=true", *more)
+        assert says in "\n".join(report_lines(plan, []))
+
+
 def test_the_moving_average_is_where_it_is_asked_for():
     average = "exp_manager.ema.enable=True"
     plan, on_device = planned(LLAMA), planned(LLAMA, average)

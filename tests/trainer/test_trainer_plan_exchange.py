@@ -83,14 +83,21 @@ def test_gradients_are_sent_as_they_are_and_their_sums_in_fp32(
 
 
 def test_weights_gathered_in_the_forward_pass_cost_less() -> None:
-    exposed: list[float] = []
-    for asked in (False, True):
-        plan = planned(
-            *LLAMA, ZERO1, f"model.optim.overlap_param_sync={asked}", "model.global_batch_size=16", devices=4
-        )
-        assert plan.time is not None
-        exposed.append(plan.time.traffic[0].exposed)
-    assert exposed[1] < 0.7 * exposed[0]
+    """Not where all are read before the first layer runs: to be cast once for several micro batches, or offloaded."""
+    offloaded = [f"model.cpu_offloading{key}" for key in ("=true", "_num_layers=4", "_weights=true")]
+    for more, samples, acts in (
+        ([], 16, True),
+        (["model.fp8=true"], 16, True),
+        (["model.fp8=true"], 32, False),
+        (offloaded, 16, False),
+    ):
+        exposed: list[float] = []
+        for asked in (False, True):
+            keys = [*more, f"model.optim.overlap_param_sync={asked}", f"model.global_batch_size={samples}"]
+            plan = planned(*LLAMA, ZERO1, *keys, devices=4)
+            assert plan.time is not None
+            exposed.append(plan.time.traffic[0].exposed)
+        assert (exposed[1] < 0.7 * exposed[0]) == acts, keys
 
 
 def test_few_ranks_send_each_other_whole_gradients() -> None:
@@ -288,6 +295,10 @@ def test_plan_and_explain_report_it(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", "exchange", *ranks, NCCL]) == EXIT_OK
     assert "on 2 ranks" in (text := capsys.readouterr().out)
     assert "by NCCL: model.copy_engine_collectives=False" in text
+    assert main(["explain", "exchange", *ranks, ZERO1, "model.optim.overlap_param_sync=true"]) == EXIT_OK
+    assert "; updated weights are gathered while the next forward pass runs\n" in capsys.readouterr().out
+    assert main(["explain", "exchange", *ranks, "trainer.accelerator=cpu", "trainer.precision=32"]) == EXIT_OK
+    assert capsys.readouterr().out == "weights and gradients on 2 ranks, cpu: by gloo: the ranks have no GPU\n"
     assert main(["explain", "exchange", *LLAMA, "--json"]) == EXIT_OK
     assert json.loads(capsys.readouterr().out)["exchange"] is None
     assert main(["explain", "exchange", *ranks, "--arch", "sm90"]) == EXIT_BAD_INPUT

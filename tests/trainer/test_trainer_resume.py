@@ -58,11 +58,21 @@ def test_another_python_is_named_where_its_library_is_the_data(tmp_path: Path) -
 def test_keys_of_the_model_that_no_shape_tells_of_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run(tmp_path / "run", 1)
     capsys.readouterr()
-    run(tmp_path / "run", 2, model__hidden_dropout=0.3, model__activation="relu")
+    run(tmp_path / "run", 2, model__hidden_dropout=0.3, model__activation="relu", model__fp8=True)
     said = capsys.readouterr().out
+    assert "`model.fp8` was None in step-1 and is True now" in said
+    assert "model.fp8_recipe" not in said
     assert "`model.hidden_dropout` was 0.1 in step-1 and is 0.3 now" in said
     assert "`model.activation` is relu, but these weights were trained with gelu" in said
     assert "attention_dropout" not in said
+
+
+def test_the_same_recipe_of_fp8_in_other_words_is_no_change(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run(tmp_path / "run", 1, model__fp8=True)
+    run(tmp_path / "run", 2, model__fp8=True, model__fp8_recipe="tensorwise", model__fp8_interval=1)
+    assert "fp8_recipe" not in capsys.readouterr().out
+    run(tmp_path / "run", 3, model__fp8=True, model__fp8_recipe="rowwise")
+    assert "`model.fp8_recipe` was tensorwise in step-2 and is rowwise now" in capsys.readouterr().out
 
 
 def test_keys_that_change_the_shape_are_named_first(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from stoker.trainer.core.run_summary import describe_fp8, module_table
 from tests.helpers.resolved import build_data, build_model
 
 CPU = torch.device("cpu")
+FROZEN = ["peft=lora", "model.restore_from_path=x"]
 GPT = ("model=gpt_tiny", "~model.attention_dropout")
 T5 = ("model=t5_tiny", "~model.encoder.attention_dropout", "~model.decoder.attention_dropout")
 
@@ -41,6 +42,10 @@ def test_the_table_of_modules_sums_up(model):
         (
             ["model.fp8=true", "model.fp8_recipe=rowwise", "model.num_moe_experts=4", "model.bias=false"],
             ["8 linear layers and experts of 4 layers"],
+        ),
+        (
+            [*FROZEN, "model.fp8=true", "model.first_last_layers_bf16=true", "model.num_layers_at_end_in_bf16=2"],
+            ["4 linear layers of 1 layer, emulated on a CPU, slowly; weights are cast once; validation"],
         ),
         (
             ["model.fp8=true", "model.num_moe_experts=4", "model.first_last_layers_bf16=true", "model.bias=true"],

@@ -90,16 +90,25 @@ def explain_exchange(args: argparse.Namespace) -> int:
     if args.arch is not None:
         raise UserError("`--arch` does not say how GPUs are linked; use `stoker plan --device` for other ones")
     root = load_config(args).root
+    import torch
+
     from ..plan.data_exchange import data_exchange
     from ..plan.planned_target import planned_target
+    from ..plan.run_plan import local_target
 
     run, target = planned_target(root)
+    if root.trainer.accelerator == "cpu":
+        target = local_target(run, torch.device("cpu"))
     exchange = data_exchange(run, target)
     if args.json:
         print(json.dumps({"device": target.name, "exchange": exchange and exchange._asdict()}, indent=2))
     else:
         text = exchange or "not exchanged: no two ranks have the same part of the model"
-        print(f"weights and gradients on {pluralize(run.mesh.world_size, 'rank')}, {target.name}: {text}")
+        assumed = " (assumed: there is no GPU here)" if target.gpu and not torch.cuda.is_available() else ""
+        beside = "; updated weights are gathered while the next forward pass runs" if run.overlaps_param_sync else ""
+        print(
+            f"weights and gradients on {pluralize(run.mesh.world_size, 'rank')}, {target.name}{assumed}: {text}{beside}"
+        )
     return EXIT_OK
 
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
+from ...models.config.families import keys_by_stack
+from ...models.config.fp8 import Fp8Keys, Fp8Slice, fp8_slice
 from ..checkpoint.reader import (
     BaseRecord,
     Checkpoint,
@@ -190,6 +193,9 @@ def _differences(checkpoint: Checkpoint, current: RunState, root: RootBlock) -> 
     config = load_checkpoint_config(checkpoint)
     if config is not None and config.model.family == root.model.family:
         yield from function_mismatch_warnings(root.model, config.model)
+        if _fp8_recipes(config) != _fp8_recipes(root):
+            names = {*Fp8Keys.own_keys()} - {"fp8_params"}  # which changes no bits
+            yield from _changed_keys(checkpoint, root, lambda path: path.rpartition(".")[2] in names)
     yield from _changed_keys(checkpoint, root, lambda path: path.rpartition(".")[2] in TRAINING_ONLY_KEYS)
     for key in sorted(saved.optimizer.keys() | current.optimizer.keys()):
         path = f"model.{key}" if key.startswith("optim") else f"trainer.{key}"
@@ -201,6 +207,13 @@ def _differences(checkpoint: Checkpoint, current: RunState, root: RootBlock) -> 
     for name, after in current.versions.items():
         if saved.versions.get(name) != after:
             yield f"{name} was {saved.versions.get(name)} and is {after} now: rounding may differ"
+
+
+def _fp8_recipes(root: RootBlock) -> list[Fp8Slice | None]:
+    """Return what the keys of fp8 come to in each stack, whatever keeps the weights."""
+    stacks = keys_by_stack(root.model).values()
+    found = (fp8_slice(root.model, stack.num_layers, stack.transformer_engine) for stack in stacks)
+    return [fp8 and replace(fp8, keeps_weights=False) for fp8 in found]
 
 
 def _change(checkpoint: Checkpoint, key: str, before: Any, after: Any, effect: str = "") -> Iterator[str]:

@@ -10,6 +10,7 @@ from torch import nn
 from ...models.build import LanguageModel, get_stacks, num_parameters
 from ...models.config.families import keys_by_stack
 from ...models.config.memory import join_module_names
+from ...models.config.peft import FROZEN_SCHEMES
 from ...models.fp8 import fp8_modules
 from ...models.model_cost import count_parameters
 from ...models.parallel.schedule import bubble_fraction
@@ -102,9 +103,14 @@ def describe_fp8(run: ResolvedRun, model: LanguageModel, device: torch.device) -
     number = (
         pluralize(linear, "linear layer") + experts + f" and attention of {pluralize(cores, 'layer')}" * (cores > 0)
     )
-    of = "" if all(all(each.layers) for each in slices) else f" of {sum(sum(each.layers) for each in slices)} layers"
+    of = (
+        ""
+        if all(all(each.layers) for each in slices)
+        else f" of {pluralize(sum(sum(each.layers) for each in slices), 'layer')}"
+    )
     how = ", emulated on a CPU, slowly" if device.type == "cpu" else ""
-    casts = "; weights are cast once a step" if run.keeps_fp8_casts else ""
+    when = "once" if run.model.peft.peft_scheme in FROZEN_SCHEMES else "once a step"
+    casts = f"; weights are cast {when}" if run.keeps_fp8_casts else ""
     unasked = run.model.fp8_recipe is None and slices[0].recipe.scaling == "tensorwise"
     nemo = " (delayed scaling, NeMo's default, needs `transformer_engine: True`)" if unasked else ""
     recipe = f"{slices[0].description}{nemo}"

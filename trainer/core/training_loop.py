@@ -137,6 +137,12 @@ def build_training_loop(run: RunContext, state: TrainingState, seconds: float | 
 def _build_module(run: RunContext, state: TrainingState, schedule: BatchSchedule) -> LanguageModule:
     """Build the Lightning module with its dataloader."""
     keys, mesh = run.resolved.model, run.mesh
+    waits = bool(run.callbacks.callbacks)
+    if waits and run.resolved.overlaps_param_sync:
+        run.logger.log(
+            "warning: `overlap_param_sync` (True) has no effect with callbacks of your own: they may read weights "
+            "after a step, so it waits until all are gathered"
+        )
     batches = RankBatchSampler(schedule, keys.micro_batch_size, mesh.data.rank, mesh.data.world_size)
     return LanguageModule(
         state.model,
@@ -167,7 +173,7 @@ def _build_module(run: RunContext, state: TrainingState, schedule: BatchSchedule
         else list(fp8_modules(state.model).values()),
         fp8_scales=state.fp8_scales,
         fp8_weights=state.fp8_weights,
-        waits_for_weights=bool(run.callbacks.callbacks),
+        waits_for_weights=waits,
     )
 
 

@@ -196,7 +196,7 @@ def build_data_parallel(run: ResolvedRun, device: torch.device, mesh: Mesh) -> D
             mesh.replicas,
             mesh.expert_replicas,
             copy_engines(),
-            overlaps_gather=run.model.optim.overlap_param_sync,
+            overlaps_gather=run.overlaps_param_sync,
         )
     axes = mesh.layout
     sizes: dict[str, int] = {"tensor_ranks": axes.tensor, "expert_ranks": axes.expert, "pipeline_ranks": axes.pipeline}

@@ -126,7 +126,7 @@ class LanguageModule(pl.LightningModule):
         self._fp8_scales = fp8_scales
         self._fp8_weights = fp8_weights
         self._weight_offloads = find_weight_offloads(model)
-        self._waits_for_weights = waits_for_weights or bool(self._weight_offloads)
+        self._waits_for_weights = waits_for_weights
         self.lr = schedule(step)
         self.pending_metrics: list[tuple[Tensor, ...]] = []
 
@@ -157,9 +157,7 @@ class LanguageModule(pl.LightningModule):
             targets = targets / loss_scale
         if self.expert_balancer is not None:
             self.expert_balancer.before_step(self.step, loss_scale)
-        if self._fp8_modules:
-            self.wait_for_weights()
-            cast_fp8_weights(self._fp8_modules)
+        cast_fp8_weights(self._fp8_modules)
         losses: list[Tensor] = []
         if self.data_parallel is not None:
             self.data_parallel.before_step(len(batch.indices))

@@ -192,14 +192,15 @@ def _run_lines(plan: Plan) -> Iterator[str]:
 
 
 def _fp8(run: RunInputs) -> str:
-    """Return the recipe of fp8, in attention too or not, and the number of layers; empty without."""
+    """Return the recipe of fp8, in attention and experts too or not, and the number of layers; empty without."""
     slices = [stack.stack.fp8 for stack in run.stacks if stack.stack.fp8 is not None]
     if not slices:
         return ""
     layers, of = sum(sum(each.layers) for each in slices), sum(stack.stack.num_layers for stack in run.stacks)
     through = ", TransformerEngine" if run.target.device != "cpu" and slices[0].uses_transformer_engine else ""
     through += ", with attention" * any(each.attention for each in slices)
-    return f", fp8 ({slices[0].description}{through}) in {layers} of {pluralize(of, 'layer')}"
+    without = " without their experts" * any(stack.stack.why_experts_without_fp8 for stack in run.stacks)
+    return f", fp8 ({slices[0].description}{through}) in {layers} of {pluralize(of, 'layer')}{without}"
 
 
 def _memory_lines(plan: Plan) -> Iterator[str]:

@@ -124,7 +124,7 @@ def _update_traffic(run: RunInputs, layers: Sequence[LayerInStack]) -> Iterator[
                 if run.model_config.reduce_amax:
                     yield amaxes._replace(axis="tensor" if axis == "data" else "expert")
             size = trained * run.widths.weights - sum(in_fp8) * (run.widths.weights - 1)
-            overlaps = run.model_config.optim.overlap_param_sync
+            overlaps = run.run.overlaps_param_sync
             during: Pass = "forward" if overlaps else "update"
             number = units * (2 if in_fp8 else 1)
             yield Collective(axis, "all-gather", size, during, number=number, overlaps=overlaps)

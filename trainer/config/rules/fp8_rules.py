@@ -8,13 +8,13 @@ from operator import attrgetter
 from ....models.config.families import keys_by_stack
 from ....models.config.fp8 import MULTIPLE, Fp8Keys, fp8_slice, scaling_of
 from ....models.config.key_block import Finding
+from ....models.config.peft import FROZEN_SCHEMES
 from ....models.config.sizes import head_dim_of
 from ..parameter_layout import DISTRIBUTED_OPTIMIZERS
 from ..run_precision import resolve_precision
 from ..schema.key_index import format_value
 from .rule_context import RuleContext, no_effect, num_data_ranks, num_processes, unused
 
-_FROZEN = ("lora", "adapter", "ptuning", "ia3")
 _DELAYED = ("model.fp8_interval", "model.fp8_amax_history_len", "model.fp8_amax_compute_algo")
 _ENDS = ("model.num_layers_at_start_in_bf16", "model.num_layers_at_end_in_bf16")
 
@@ -30,7 +30,7 @@ def fp8_has_a_format(context: RuleContext) -> Iterator[Finding]:
             "model.fp8_hybrid=true",
         )
     elif keys.fp8 and keys.fp8_e4m3 and keys.fp8_hybrid and "model.fp8_hybrid" in context.set_by_user:
-        yield no_effect("model.fp8_hybrid", "model.fp8_e4m3", "with `fp8_e4m3` (True), which goes before it")
+        yield no_effect("model.fp8_hybrid", "model.fp8_e4m3", "with `fp8_e4m3` (True), which takes precedence")
 
 
 def fp8_settings_need_fp8(context: RuleContext) -> Iterator[Finding]:
@@ -54,7 +54,7 @@ def fp8_params_are_possible(context: RuleContext) -> Iterator[Finding]:
     if not keys.fp8 or not keys.fp8_params:
         return
     path, scheme, cure = "model.fp8_params", keys.peft.peft_scheme, "model.fp8_params=false"
-    if keys.peft.is_on and scheme not in _FROZEN:
+    if keys.peft.is_on and scheme not in FROZEN_SCHEMES:
         yield Finding.error(
             (path, "model.peft.peft_scheme", "model.fp8"),
             f"`fp8_params` (True) needs weights that are all trained or all frozen, not some of them "

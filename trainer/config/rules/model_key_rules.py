@@ -206,7 +206,7 @@ def optimizer_aliases_are_adamw(context: RuleContext) -> Iterator[Finding]:
     model = context.root.model
     name = model.optim.name
     if name in DISTRIBUTED_OPTIMIZERS:
-        what = "`fsdp` shards its state" if model.fsdp else "its state is sharded over the processes"
+        what = "`fsdp` shards its state" if model.fsdp else "its state is sharded over data-parallel ranks"
         yield Finding.info(("model.optim.name",), f"`{name}` is AdamW here; {what}", "adamw")
     elif name != optimizer_kind(name):
         yield Finding.info(("model.optim.name",), f"`{name}` is AdamW here, fused if the device supports it", "adamw")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from ....models.config.families import keys_by_stack
 from ....models.config.key_block import Finding
 from ....models.config.stack import divisors
 from ..node_counts import fits, min_nodes
@@ -148,9 +149,26 @@ def distributed_keys_need_processes(context: RuleContext) -> Iterator[Finding]:
         if shards:
             when = f"with one {_rank_name(context)}"
         yield no_effect("model.optim.overlap_param_sync", "trainer.devices" if shards else "model.optim.name", when)
+    elif model.optim.overlap_param_sync:
+        yield from _weights_are_read_at_once(context)
     if reduce in context.given and several and not has_16_bit_weights(context):
         when = "with weights that are not 16-bit: gradients are reduced in their own dtype"
         yield no_effect(reduce, "trainer.precision", when)
+
+
+def _weights_are_read_at_once(context: RuleContext) -> Iterator[Finding]:
+    """Yield the warning that a step needs all weights when it begins (`ResolvedRun.overlaps_param_sync`)."""
+    model, path = context.root.model, "model.optim.overlap_param_sync"
+    stacks = [(at, stack) for at, stack in keys_by_stack(model).items() if stack.cpu_offloading]
+    for at, stack in stacks:
+        if stack.cpu_offloading_weights:
+            when = f"with `{at}cpu_offloading_weights` (True), which copies weights to the host"
+            yield no_effect(path, f"model.{at}cpu_offloading_weights", when)
+            return
+    several = model.global_batch_size > model.micro_batch_size * num_data_ranks(context)
+    if model.fp8 and not model.fp8_params and not stacks and (several or model.peft.is_on):
+        when = "with `fp8` (True) where weights are cast once a step, all of them before its first layer"
+        yield no_effect(path, "model.fp8", when)
 
 
 def _rank_name(context: RuleContext) -> str:
