@@ -6,7 +6,7 @@ from cuda_sync import forbid_device_sync
 from tiers import DEVICES, cases
 
 from stoker.kernels.optim.sum_of_squares import reference_sum_of_squares, sum_of_squares
-from stoker.trainer.optim import base_optimizer
+from stoker.trainer.optim import gradient_clipping
 
 SIZES = [1, 3, 8191, 0, 8192, 8193, 20000, 1024]
 
@@ -54,18 +54,18 @@ def test_one_number_that_is_not_finite_is_seen(device, bad, place):
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_the_norm_of_gradients_is_the_root_of_it(device, monkeypatch):
-    monkeypatch.setattr(base_optimizer, "triton_runs_on", lambda tensor: tensor.dtype != torch.float64)
+    monkeypatch.setattr(gradient_clipping, "triton_runs_on", lambda tensor: tensor.dtype != torch.float64)
     called = []
     monkeypatch.setattr(
-        base_optimizer, "sum_of_squares", lambda given: called.append(len(given)) or sum_of_squares(given)
+        gradient_clipping, "sum_of_squares", lambda given: called.append(len(given)) or sum_of_squares(given)
     )
     gradients = tensors([torch.float32], device)
-    norm = base_optimizer.global_norm(gradients)
+    norm = gradient_clipping.global_norm(gradients)
     torch.testing.assert_close(norm.double(), reference_sum_of_squares(gradients).sqrt(), rtol=1e-6, atol=0)
-    both = base_optimizer.global_norm(gradients, lambda tensor: tensor.mul_(2))
+    both = gradient_clipping.global_norm(gradients, lambda tensor: tensor.mul_(2))
     torch.testing.assert_close(both, norm * 2**0.5, rtol=1e-6, atol=0)
     assert called == [len(SIZES)] * 2
-    exact = base_optimizer.global_norm([gradient.double() for gradient in gradients])
+    exact = gradient_clipping.global_norm([gradient.double() for gradient in gradients])
     assert exact.dtype == torch.float64
     assert len(called) == 2
 
@@ -82,5 +82,5 @@ def test_a_tensor_of_more_elements_than_int32_counts():
 def test_the_host_does_not_wait_for_the_device():
     gradients = tensors([torch.bfloat16, torch.float32], "cuda")
     with forbid_device_sync():
-        norm = base_optimizer.global_norm(gradients)
+        norm = gradient_clipping.global_norm(gradients)
     torch.testing.assert_close(norm.double(), reference_sum_of_squares(gradients).sqrt(), rtol=1e-6, atol=0)
