@@ -265,7 +265,7 @@ class MeasuredTimes:
 
 
 _SIZES = ("batch", "heads", "groups", "queries", "keys", "training", "split", "reach")
-"""What a measured call may differ in from those it stands for."""
+"""Properties that a measured call may differ in from those it stands for."""
 
 
 def _options(call: AttentionCall) -> dict[str, Any]:

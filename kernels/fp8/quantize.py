@@ -235,7 +235,7 @@ def transpose(matrix: Quantized) -> Quantized:
 
 
 class BackwardCasts(NamedTuple):
-    """What the backward of an activation gives.
+    """Results of the backward of an activation.
 
     Attributes:
         gradient: casts of the gradient of [gate | up], (M, 2 f), or of the activation's input, (M, f).

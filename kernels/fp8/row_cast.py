@@ -1,4 +1,4 @@
-"""What experts multiply by between their projections, in fp8 with few passes over memory.
+"""Casts of what experts multiply by between their projections, in few passes over memory.
 
 act(gate) * up is cast with a scale for each row, by a program that holds the row while it finds the maximum: in bf16 4
 bytes are read for each element and 1 is written, where the scale of a tensor takes 8 and 1. Its backward is cast with a

@@ -1,4 +1,4 @@
-"""What must be the same bits, and what is hidden and must not be noticed: the flash kernels, call against call."""
+"""The flash kernels, call against call: the same bits where they must be, and nothing hidden that is noticed."""
 
 from __future__ import annotations
 

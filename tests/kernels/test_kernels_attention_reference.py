@@ -104,7 +104,7 @@ def test_reference_passes_gradcheck(case: Case) -> None:
 
 @DTYPES
 def test_plain_torch_meets_the_bar(dtype: torch.dtype) -> None:
-    """What the kernels are measured against is itself within the bar, on the cases of this file."""
+    """The measure of the kernels is itself within the bar, on the cases of this file."""
     for case in CASES_BY_FEATURE.values():
         with told(case, 0):
             assert_accurate(plain_attention, case, dtype, relative=False)

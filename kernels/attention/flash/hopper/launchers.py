@@ -265,6 +265,18 @@ def launch_dq(
     return gradient, row_sums
 
 
+def _operands_of_keys(saved: HopperBackwardInputs, query_rows: int, key_rows: int) -> dict[str, TileDescriptor]:
+    """Return the descriptors of what a kernel over tiles of keys loads, by argument."""
+    batch, queries, heads, _ = saved.q.shape
+    rows = {"q": (saved.q, query_rows), "k": (saved.k, key_rows), "v": (saved.v, key_rows)}
+    rows["do"] = (saved.out_gradient, query_rows)
+    found = {f"{name}_descriptor": _row_tiles(tensor, count) for name, (tensor, count) in rows.items()}
+    for name, numbers in (("lse", saved.lse), ("delta", saved.delta)):
+        shape, strides = [batch * heads, queries], [numbers.shape[2], 1]
+        found[f"{name}_descriptor"] = TileDescriptor(numbers, shape, strides, [1, query_rows], _ROW)
+    return found
+
+
 def launch_dkdv(
     saved: HopperBackwardInputs, problem: FlashAttentionParams, *, diagonals: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -278,17 +290,9 @@ def launch_dkdv(
     k_gradient, v_gradient = k.new_empty(k.shape), k.new_empty(k.shape)
     bands, key_blocks = num_bands(reach), -(-keys // (blocks.tiles * blocks.keys)) * blocks.tiles
     sums = saved.lse.new_zeros(batch, heads, key_blocks, bands, 128) if diagonals else None
-    row_descriptors = {
-        name: TileDescriptor(rows, [batch * heads, queries], [rows.shape[2], 1], [1, blocks.queries], _ROW)
-        for name, rows in (("lse_descriptor", saved.lse), ("delta_descriptor", saved.delta))
-    }
     with device_guard(q):
         launch_kernel(hopper_dkdv, len(order), q.dtype, q.device, dict(
-            q_descriptor=_row_tiles(q, blocks.queries),
-            k_descriptor=_row_tiles(k, blocks.keys),
-            v_descriptor=_row_tiles(saved.v, blocks.keys),
-            do_descriptor=_row_tiles(saved.out_gradient, blocks.queries),
-            **row_descriptors,
+            **_operands_of_keys(saved, blocks.queries, blocks.keys),
             dk_pointer=k_gradient,
             dv_pointer=v_gradient,
             distance_pointer=saved.lse if table is None else table,
@@ -335,22 +339,14 @@ def launch_fused_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the gradients of q, k and v, contiguous; `order` is from `fused_order`."""
     q, k = saved.q, saved.k
-    batch, queries, heads, head_dim = q.shape
+    queries, heads, head_dim = q.shape[1:]
     keys, groups = k.shape[1:3]
     blocks = _FUSED[head_dim]
     q_gradient, k_gradient, v_gradient = (tensor.new_empty(tensor.shape) for tensor in (q, k, saved.v))
     sums = saved.lse.new_empty(q.shape)
-    row_descriptors = {
-        name: TileDescriptor(rows, [batch * heads, queries], [rows.shape[2], 1], [1, blocks.queries], _ROW)
-        for name, rows in (("lse_descriptor", saved.lse), ("delta_descriptor", saved.delta))
-    }
     with device_guard(q):
         launch_kernel(hopper_fused_backward, len(order), q.dtype, q.device, dict(
-            q_descriptor=_row_tiles(q, blocks.queries),
-            k_descriptor=_row_tiles(k, blocks.keys),
-            v_descriptor=_row_tiles(saved.v, blocks.keys),
-            do_descriptor=_row_tiles(saved.out_gradient, blocks.queries),
-            **row_descriptors,
+            **_operands_of_keys(saved, blocks.queries, blocks.keys),
             sums_descriptor=TileDescriptor(sums, list(sums.shape), list(sums.stride()), [1, 64, 1, 64], _SUMS),
             dq_descriptor=TileDescriptor(q_gradient, list(q.shape), list(q_gradient.stride()), [1, 64, 1, 64], _TILE),
             dk_pointer=k_gradient,
