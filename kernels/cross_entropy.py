@@ -74,6 +74,17 @@ class _ChunkResults(NamedTuple):
     bias: Tensor
 
 
+def _add_product(total: Tensor | None, first: Tensor, second: Tensor, dtype: torch.dtype, *, in_gemm: bool) -> Tensor:
+    """Add `first @ second` to the sum of the chunks before, if any; return the sum in this dtype."""
+    if total is None:
+        return torch.mm(first, second, out_dtype=torch.float32) if in_gemm else (first @ second).to(dtype)
+    if in_gemm:
+        _addmm_fp32_(total, first, second)
+    else:
+        total += first @ second
+    return total
+
+
 def _run_chunks(
     hidden: Tensor,
     weight: Tensor,
@@ -109,26 +120,23 @@ def _run_chunks(
             losses = triton_loss_and_gradient_(gradient, labels_chunk, **options)
         else:
             chunk_weight = weight[:valid_vocab]
-            logits = F.linear(hidden_chunk, chunk_weight, None if bias is None else bias[:valid_vocab])
-            losses, gradient = torch_loss_and_gradient(logits, labels_chunk, **options)
+            chunk_bias = None if bias is None else bias[:valid_vocab]
+            losses, gradient = torch_loss_and_gradient(
+                F.linear(hidden_chunk, chunk_weight, chunk_bias), labels_chunk, **options
+            )
         chunks.append(losses)
         if with_gradient:
             if bias_sum is not None:
                 bias_sum[: gradient.shape[1]] += gradient.sum(dim=0, dtype=accumulate)
             gradient = gradient.to(hidden.dtype)
             torch.mm(gradient, chunk_weight, out=hidden_gradient[start : start + chunk_tokens])
-            if frozen:
-                continue
-            if one_chunk:
+            if one_chunk and not frozen:
                 weight_sum = gradient.t() @ hidden_chunk
-            elif weight_sum is None and accumulate_in_gemm:
-                weight_sum = torch.mm(gradient.t(), hidden_chunk, out_dtype=torch.float32)
-            elif weight_sum is None:
-                weight_sum = (gradient.t() @ hidden_chunk).to(accumulate)
-            elif accumulate_in_gemm:
-                _addmm_fp32_(weight_sum, gradient.t(), hidden_chunk)
-            else:
-                weight_sum += gradient.t() @ hidden_chunk
+            elif not frozen:
+                weight_sum = _add_product(
+                    weight_sum, gradient.t(), hidden_chunk, accumulate, in_gemm=accumulate_in_gemm
+                )
+        del gradient  # before there are the logits of the next chunk
     if not with_gradient or frozen:
         return _ChunkResults(chunks, hidden_gradient, hidden.new_empty(0), hidden.new_empty(0))
     # without tokens there was no chunk

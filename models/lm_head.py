@@ -271,15 +271,10 @@ def _chunked_logits(tokens: int, vocab: int, hidden: int, e: int, product: int, 
     logits = chunk * vocab * e
     if chunk == tokens:
         return logits + product
-    chunks = -(-tokens // chunk)
-    last = (tokens - (chunks - 1) * chunk) * vocab * e
-    after_first = logits if chunks > 2 else last
-    # the logits of a chunk are freed once those of the next one exist
-    if can_accumulate_in_gemm(vocab, hidden, width=e, cuda=cuda):
-        live_logits = last  # the matmul accumulates into the sum, which is rounded in the end: no other product
-    elif e < 4:
-        live_logits = logits  # every product has the compute dtype, the first one too
-    else:
-        live_logits = after_first  # the first product becomes the sum, and in the end the gradient
     accumulator = vocab * hidden * max(4, e) if product else 0
-    return max(logits + after_first + accumulator, live_logits + accumulator + product)
+    if can_accumulate_in_gemm(vocab, hidden, width=e, cuda=cuda):
+        # the matmul adds to the sum, which is rounded once the last logits are freed
+        return max(logits, product) + accumulator
+    # a product beside the sum: of each chunk, or, if the first product becomes the sum, of those after it
+    with_product = logits if e < 4 or tokens > 2 * chunk else (tokens - chunk) * vocab * e
+    return max(logits, with_product + product) + accumulator

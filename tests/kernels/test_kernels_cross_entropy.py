@@ -387,8 +387,10 @@ def test_z_loss_in_bf16_on_a_gpu(reduction):
         torch.autograd.grad(loss, leaves, upstream.to(loss))
         for loss, leaves in ((truth, exact), (plain, (hidden, weight)), (value, (hidden, weight)))
     ]
+    # of the sum, the gradients are made in the forward pass and multiplied by that of the loss: one more rounding
+    times = 1.25 if reduction == "none" else 1.25 * 2**0.5
     for wanted, theirs, ours in zip(*gradients, strict=True):
-        assert (ours - wanted).norm() <= 1.25 * (theirs - wanted).norm()
+        assert (ours - wanted).norm() <= times * (theirs - wanted).norm()
 
 
 @pytest.mark.gpu
