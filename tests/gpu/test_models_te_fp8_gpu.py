@@ -142,6 +142,7 @@ def test_attention_is_near_fp64(changes: Any, causal: bool, length: int, keys: i
     recorded = state.history[0].clone()
     amax = recorded.tolist()
     assert amax[0] == max(float(each.abs().max()) for each in given[:3])
+    assert amax[1] == 1, "without a mask too, where the largest weight is less"
     assert amax[3] == float(given[3].abs().max())
     assert amax[2] == pytest.approx(float(exact[0].abs().max()), rel=0.1)
     assert amax[5] == pytest.approx(max(float(each.abs().max()) for each in exact[1:]), rel=0.15)
