@@ -253,8 +253,8 @@ def layouts(rows: list[Row]) -> Rendered:
 
 
 def losses(rows: list[Row]) -> Rendered:
-    """Render mean losses at the end, and their gaps to bf16's of the same seed."""
-    ran = [row for row in rows if "refused" not in row]
+    """Render mean losses at the end, and their gaps to bf16's of the same seed; of runs as long as the newest."""
+    ran = [row for row in rows if "refused" not in row and row["steps"] == rows[-1]["steps"]]
     base = {row["seed"]: fp8_loss.last_loss(row) for row in ran if row["run"] == "bf16"}
     lines, values = [], {}
     for name in fp8_loss.RUNS:

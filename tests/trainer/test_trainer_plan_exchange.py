@@ -29,6 +29,8 @@ FSDP = "model.fsdp=true"
 GRAD = [FSDP, "model.fsdp_sharding_strategy=grad"]
 HYBRID = [FSDP, "model.fsdp_sharding_strategy=hybrid", "model.fsdp_shard_size=2", "model.global_batch_size=16"]
 INBOX = SLOTS * SLOT_BYTES
+FREED = 8192 * 32000 * 2 / GIB
+"""Second chunk of logits, which the loss held when these peaks were measured."""
 
 
 def planned(*overrides: str, devices: int = 2, nodes: int = 1, gpu: str = "h100") -> Plan:
@@ -43,7 +45,7 @@ def test_peaks_and_steps_are_those_measured_on_two_gpus() -> None:
     """
     for overrides, gib, seconds in (([ZERO1], 32.6, 0.2627), ([], 39.4, 0.2705), (GRAD, 32.66, 0.2618)):
         plan = planned(*LLAMA, *overrides)
-        assert plan.allocated / GIB == pytest.approx(gib, abs=0.1)
+        assert plan.allocated / GIB == pytest.approx(gib - FREED, abs=0.1)
         assert plan.seconds == pytest.approx(seconds, rel=0.03)
 
 
@@ -52,7 +54,7 @@ def test_peaks_and_steps_are_those_measured_on_four_gpus() -> None:
     alone = planned(*LLAMA, "model.global_batch_size=4", devices=1, gpu="h200")
     for overrides, gib, slower in (([ZERO1], 29.3, 1.019), (GRAD, 29.3, None), ([FSDP], 27.6, 1.004), ([], 39.4, None)):
         plan = planned(*LLAMA, "model.global_batch_size=16", *overrides, devices=4, gpu="h200")
-        assert plan.allocated / GIB == pytest.approx(gib, abs=0.05)
+        assert plan.allocated / GIB == pytest.approx(gib - FREED, abs=0.05)
         assert slower is None or plan.seconds / alone.seconds == pytest.approx(slower, abs=0.02)
 
 
