@@ -107,7 +107,7 @@ class _Fp8Attention(torch.autograd.Function):
         )
         # the kernel casts exp(score - largest score so far), at most 1, and records the amax of the weights, which is
         # less where no key has nearly all weight: its scale would send casts out of range
-        amax[WEIGHTS] = 1.0
+        amax[WEIGHTS : WEIGHTS + 1].fill_(1.0)  # a kernel, where an index would copy from the host
         torch.maximum(scales.amax, amax, out=scales.amax)
         result = output.dequantize(dtype=q.dtype)
         tensors, ctx.objects = transformer_engine().prepare_for_saving(*inputs, output)
