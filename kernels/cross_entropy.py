@@ -10,6 +10,7 @@ which saves scaling the other gradients.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -65,7 +66,7 @@ def _addmm_fp32_(total: Tensor, left: Tensor, right: Tensor) -> None:
     torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
 
 
-class _ChunkResults(NamedTuple):
+class ChunkResults(NamedTuple):
     """Losses of each chunk, and the gradients of `hidden`, `weight` and `bias`, empty where not needed."""
 
     losses: list[Tensor]
@@ -74,7 +75,18 @@ class _ChunkResults(NamedTuple):
     bias: Tensor
 
 
-def _run_chunks(
+def _add_product(total: Tensor | None, first: Tensor, second: Tensor, dtype: torch.dtype, *, in_gemm: bool) -> Tensor:
+    """Add `first @ second` to the sum of the chunks before, if any; return the sum in this dtype."""
+    if total is None:
+        return torch.mm(first, second, out_dtype=torch.float32) if in_gemm else (first @ second).to(dtype)
+    if in_gemm:
+        _addmm_fp32_(total, first, second)
+    else:
+        total += first @ second
+    return total
+
+
+def run_chunks(
     hidden: Tensor,
     weight: Tensor,
     labels: Tensor,
@@ -83,15 +95,27 @@ def _run_chunks(
     chunk_tokens: int,
     frozen: bool,
     row_weights: Tensor | None = None,
+    loss_and_gradient: Callable[..., tuple[Tensor, Tensor]] | None = None,
     **options: Any,
-) -> _ChunkResults:
-    """Compute losses and gradients chunk by chunk; `options` are those of `torch_loss_and_gradient`.
+) -> ChunkResults:
+    """Compute losses and gradients chunk by chunk.
 
-    With `frozen` the gradients of `weight` and `bias` are empty.
+    Args:
+        hidden, weight, labels, bias: as in `linear_cross_entropy`.
+        chunk_tokens: tokens of a chunk.
+        frozen: leave the gradients of `weight` and `bias` empty.
+        row_weights: of each token, (tokens,), by which its gradient is multiplied.
+        loss_and_gradient: makes losses and gradient of the logits and labels of a chunk, in the memory of the logits if
+            Triton runs on them; None for all of the vocabulary.
+        **options: of `loss_and_gradient`, see `torch_loss_and_gradient`.
     """
     with_gradient, valid_vocab = options["with_gradient"], options["valid_vocab"]
     accumulate = torch.float64 if hidden.dtype == torch.float64 else torch.float32
     use_triton = triton_runs_on(hidden)
+    of_chunk = loss_and_gradient or (triton_loss_and_gradient_ if use_triton else torch_loss_and_gradient)
+    used_weight, used_bias = weight, bias
+    if not use_triton:
+        used_weight, used_bias = weight[:valid_vocab], None if bias is None else bias[:valid_vocab]
     chunks: list[Tensor] = []
     hidden_gradient = torch.empty_like(hidden) if with_gradient else hidden.new_empty(0)
     one_chunk = chunk_tokens >= len(hidden)
@@ -103,40 +127,30 @@ def _run_chunks(
     for start in range(0, len(hidden), chunk_tokens):
         hidden_chunk = hidden[start : start + chunk_tokens]
         labels_chunk = labels[start : start + chunk_tokens]
-        options["row_weights"] = None if row_weights is None else row_weights[start : start + chunk_tokens]
-        if use_triton:
-            gradient, chunk_weight = F.linear(hidden_chunk, weight, bias), weight
-            losses = triton_loss_and_gradient_(gradient, labels_chunk, **options)
-        else:
-            chunk_weight = weight[:valid_vocab]
-            logits = F.linear(hidden_chunk, chunk_weight, None if bias is None else bias[:valid_vocab])
-            losses, gradient = torch_loss_and_gradient(logits, labels_chunk, **options)
+        if row_weights is not None:
+            options["row_weights"] = row_weights[start : start + chunk_tokens]
+        losses, gradient = of_chunk(F.linear(hidden_chunk, used_weight, used_bias), labels_chunk, **options)
         chunks.append(losses)
         if with_gradient:
             if bias_sum is not None:
                 bias_sum[: gradient.shape[1]] += gradient.sum(dim=0, dtype=accumulate)
             gradient = gradient.to(hidden.dtype)
-            torch.mm(gradient, chunk_weight, out=hidden_gradient[start : start + chunk_tokens])
-            if frozen:
-                continue
-            if one_chunk:
+            torch.mm(gradient, used_weight, out=hidden_gradient[start : start + chunk_tokens])
+            if one_chunk and not frozen:
                 weight_sum = gradient.t() @ hidden_chunk
-            elif weight_sum is None and accumulate_in_gemm:
-                weight_sum = torch.mm(gradient.t(), hidden_chunk, out_dtype=torch.float32)
-            elif weight_sum is None:
-                weight_sum = (gradient.t() @ hidden_chunk).to(accumulate)
-            elif accumulate_in_gemm:
-                _addmm_fp32_(weight_sum, gradient.t(), hidden_chunk)
-            else:
-                weight_sum += gradient.t() @ hidden_chunk
+            elif not frozen:
+                weight_sum = _add_product(
+                    weight_sum, gradient.t(), hidden_chunk, accumulate, in_gemm=accumulate_in_gemm
+                )
+        del gradient  # before there are the logits of the next chunk
     if not with_gradient or frozen:
-        return _ChunkResults(chunks, hidden_gradient, hidden.new_empty(0), hidden.new_empty(0))
+        return ChunkResults(chunks, hidden_gradient, hidden.new_empty(0), hidden.new_empty(0))
     # without tokens there was no chunk
     weight_gradient = torch.zeros_like(weight) if weight_sum is None else weight_sum.to(weight.dtype)
     if len(weight_gradient) < len(weight):  # the plain PyTorch path leaves out the padding rows
         weight_gradient = F.pad(weight_gradient, (0, 0, 0, len(weight) - len(weight_gradient)))
     bias_gradient = hidden.new_empty(0) if bias is None or bias_sum is None else bias_sum.to(bias.dtype)
-    return _ChunkResults(chunks, hidden_gradient, weight_gradient, bias_gradient)
+    return ChunkResults(chunks, hidden_gradient, weight_gradient, bias_gradient)
 
 
 @torch.library.custom_op("stoker::linear_cross_entropy", mutates_args=())
@@ -159,7 +173,7 @@ def _linear_cross_entropy(
 
     The gradients are empty without `with_gradient`; those of `weight` and `bias` are also empty with `frozen`.
     """
-    results = _run_chunks(
+    results = run_chunks(
         hidden,
         weight,
         labels,
@@ -247,7 +261,7 @@ def _loss_per_token(
     z_loss: float,
 ) -> Tensor:
     """Return the losses (tokens,), without gradients: what each is multiplied with is known in the backward only."""
-    chunks = _run_chunks(
+    chunks = run_chunks(
         hidden,
         weight,
         labels,
@@ -287,7 +301,7 @@ def _loss_per_token_backward(
     frozen: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of `hidden`, `weight` and `bias` from those of the losses; the logits are recomputed."""
-    return _run_chunks(
+    return run_chunks(
         hidden,
         weight,
         labels,
@@ -343,6 +357,24 @@ def default_chunk_tokens(vocab: int, *, cuda: bool) -> int:
 def can_accumulate_in_gemm(vocab: int, hidden_size: int, *, width: int, cuda: bool) -> bool:
     """Return True if the GEMM can accumulate weight gradients of chunks in fp32: on a GPU, for 16-bit inputs."""
     return cuda and width == 2 and supports_fp32_output(vocab, hidden_size)
+
+
+def chunked_logits_bytes(tokens: int, vocab: int, hidden: int, e: int, product: int, *, cuda: bool) -> int:
+    """Return the peak bytes of the logits and of the gradient of the head, which takes `product` bytes or none.
+
+    The gradient of one chunk is in the compute dtype of `e` bytes, its sum over chunks in at least fp32.
+    """
+    chunk = min(default_chunk_tokens(vocab, cuda=cuda), tokens)
+    logits = chunk * vocab * e
+    if chunk == tokens:
+        return logits + product
+    accumulator = vocab * hidden * max(4, e) if product else 0
+    if can_accumulate_in_gemm(vocab, hidden, width=e, cuda=cuda):
+        # the matmul adds to the sum, which is rounded once the last logits are freed
+        return max(logits, product) + accumulator
+    # a product beside the sum: of each chunk, or, if the first product becomes the sum, of those after it
+    with_product = logits if e < 4 or tokens > 2 * chunk else (tokens - chunk) * vocab * e
+    return max(logits, with_product + product) + accumulator
 
 
 def linear_cross_entropy(

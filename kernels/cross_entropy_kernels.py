@@ -21,6 +21,70 @@ def _capped(logit, softcap):
 
 
 @jit
+def _row_statistics(
+    row_pointer, valid_vocab, softcap, SMOOTHED: tl.constexpr, CAPPED: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Return the largest logit of a row, the sum of exp(logit - largest), and with SMOOTHED that of the logits.
+
+    Without valid columns these are -inf, 0 and 0.
+    """
+    offsets = tl.arange(0, BLOCK)
+    maximum = tl.full((BLOCK,), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK,), tl.float32)
+    sums = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, valid_vocab, BLOCK):
+        inside = start + offsets < valid_vocab
+        logit = tl.load(row_pointer + start + offsets, mask=inside, other=float("-inf")).to(tl.float32)
+        if CAPPED:
+            logit = tl.where(inside, _capped(logit, softcap)[0], float("-inf"))
+        if SMOOTHED:
+            sums += tl.where(inside, logit, 0.0)
+        higher = tl.maximum(maximum, logit)
+        # a lane that has seen no valid column yet holds -inf, and exp(-inf - -inf) would be NaN
+        shift = tl.where(higher == float("-inf"), 0.0, higher)
+        total = total * tl.exp(maximum - shift) + tl.exp(logit - shift)
+        maximum = higher
+    row_maximum = tl.max(maximum, 0)
+    shift = tl.where(row_maximum == float("-inf"), 0.0, row_maximum)
+    return row_maximum, tl.sum(total * tl.exp(maximum - shift), 0), tl.sum(sums, 0)
+
+
+@jit
+def _store_row_gradient(
+    row_pointer, label, logsumexp, factor, valid_vocab, padded_vocab, smoothing, spread, softcap, z_loss,
+    SMOOTHED: tl.constexpr, CAPPED: tl.constexpr, Z_LOSS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Replace a row of logits by the gradient of its loss times `factor`; `label` is a column, or none of them."""
+    offsets = tl.arange(0, BLOCK)
+    for start in range(0, padded_vocab, BLOCK):
+        column = start + offsets
+        logit = tl.load(row_pointer + column, mask=column < valid_vocab, other=float("-inf")).to(tl.float32)
+        slope = 1.0
+        if CAPPED:
+            logit, slope = _capped(logit, softcap)
+            logit = tl.where(column < valid_vocab, logit, float("-inf"))
+        gradient = tl.exp(logit - logsumexp)
+        if Z_LOSS:  # d logsumexp^2 = 2 logsumexp softmax
+            gradient *= 1.0 + 2.0 * z_loss * logsumexp
+        if SMOOTHED:
+            gradient -= tl.where(column < valid_vocab, spread, 0.0)
+            gradient -= tl.where(column == label, 1.0 - smoothing, 0.0)
+        else:
+            gradient -= tl.where(column == label, 1.0, 0.0)
+        gradient *= slope * factor
+        tl.store(row_pointer + column, gradient.to(row_pointer.dtype.element_ty), mask=column < padded_vocab)
+
+
+@jit
+def _store_zeros(row_pointer, padded_vocab, BLOCK: tl.constexpr):
+    """Write zeros to a row."""
+    offsets = tl.arange(0, BLOCK)
+    zeros = tl.zeros((BLOCK,), tl.float32).to(row_pointer.dtype.element_ty)
+    for start in range(0, padded_vocab, BLOCK):
+        tl.store(row_pointer + start + offsets, zeros, mask=start + offsets < padded_vocab)
+
+
+@jit
 def _loss_and_gradient_kernel(
     logits_pointer,
     labels_pointer,
@@ -55,32 +119,12 @@ def _loss_and_gradient_kernel(
     row = tl.program_id(0).to(tl.int64)
     row_pointer = logits_pointer + row * row_stride
     label = tl.load(labels_pointer + row)
-    offsets = tl.arange(0, BLOCK)
     if label == ignore_index:
         tl.store(losses_pointer + row, 0.0)
         if WITH_GRADIENT:
-            for start in range(0, padded_vocab, BLOCK):
-                inside = start + offsets < padded_vocab
-                zeros = tl.zeros((BLOCK,), tl.float32).to(logits_pointer.dtype.element_ty)
-                tl.store(row_pointer + start + offsets, zeros, mask=inside)
+            _store_zeros(row_pointer, padded_vocab, BLOCK)
     else:
-        maximum = tl.full((BLOCK,), float("-inf"), tl.float32)
-        total = tl.zeros((BLOCK,), tl.float32)
-        sums = tl.zeros((BLOCK,), tl.float32)
-        for start in range(0, valid_vocab, BLOCK):
-            inside = start + offsets < valid_vocab
-            logit = tl.load(row_pointer + start + offsets, mask=inside, other=float("-inf")).to(tl.float32)
-            if CAPPED:
-                logit = tl.where(inside, _capped(logit, softcap)[0], float("-inf"))
-            if SMOOTHED:
-                sums += tl.where(inside, logit, 0.0)
-            higher = tl.maximum(maximum, logit)
-            # a lane that has seen no valid column yet holds -inf, and exp(-inf - -inf) would be NaN
-            shift = tl.where(higher == float("-inf"), 0.0, higher)
-            total = total * tl.exp(maximum - shift) + tl.exp(logit - shift)
-            maximum = higher
-        row_maximum = tl.max(maximum, 0)
-        row_total = tl.sum(total * tl.exp(maximum - row_maximum), 0)
+        row_maximum, row_total, row_sum = _row_statistics(row_pointer, valid_vocab, softcap, SMOOTHED, CAPPED, BLOCK)
         logsumexp = row_maximum + tl.log(row_total)
         # an out-of-range label makes the loss NaN: labels are not read on the host, which could raise
         is_token = (label >= 0) & (label < valid_vocab)
@@ -90,7 +134,7 @@ def _loss_and_gradient_kernel(
         spread = 0.0
         if SMOOTHED:
             spread = smoothing / valid_vocab
-            target = (1.0 - smoothing) * target + spread * tl.sum(sums, 0)
+            target = (1.0 - smoothing) * target + spread * row_sum
         loss = logsumexp - target
         if Z_LOSS:
             loss += z_loss * logsumexp * logsumexp
@@ -101,27 +145,10 @@ def _loss_and_gradient_kernel(
                 factor = 1.0 / tl.load(denominator_pointer).to(tl.float32)
             if WEIGHTED:
                 factor *= tl.load(row_weights_pointer + row).to(tl.float32)
-            for start in range(0, padded_vocab, BLOCK):
-                column = start + offsets
-                logit = tl.load(row_pointer + column, mask=column < valid_vocab, other=float("-inf")).to(tl.float32)
-                slope = 1.0
-                if CAPPED:
-                    logit, slope = _capped(logit, softcap)
-                    logit = tl.where(column < valid_vocab, logit, float("-inf"))
-                gradient = tl.exp(logit - logsumexp)
-                if Z_LOSS:  # d logsumexp^2 = 2 logsumexp softmax
-                    gradient *= 1.0 + 2.0 * z_loss * logsumexp
-                if SMOOTHED:
-                    gradient -= tl.where(column < valid_vocab, spread, 0.0)
-                    gradient -= tl.where(column == label, 1.0 - smoothing, 0.0)
-                else:
-                    gradient -= tl.where(column == label, 1.0, 0.0)
-                gradient *= slope * factor
-                tl.store(
-                    row_pointer + column,
-                    gradient.to(logits_pointer.dtype.element_ty),
-                    mask=column < padded_vocab,
-                )
+            _store_row_gradient(
+                row_pointer, label, logsumexp, factor, valid_vocab, padded_vocab, smoothing, spread, softcap, z_loss,
+                SMOOTHED, CAPPED, Z_LOSS, BLOCK,
+            )  # fmt: skip
 
 
 def triton_loss_and_gradient_(
@@ -136,11 +163,11 @@ def triton_loss_and_gradient_(
     z_loss: float = 0.0,
     denominator: Tensor | None = None,
     row_weights: Tensor | None = None,
-) -> Tensor:
-    """Return losses (tokens,) in fp32; with `with_gradient` replace `logits` (tokens, padded_vocab) by their gradient.
+) -> tuple[Tensor, Tensor]:
+    """Return losses (tokens,) in fp32, and the logits (tokens, padded_vocab), with `with_gradient` their gradient.
 
-    The gradient is divided by `denominator`, a scalar on the same device, and multiplied by `row_weights`, (tokens,);
-    None for 1.
+    It replaces them in place, divided by `denominator`, a scalar on the same device, and multiplied by `row_weights`,
+    (tokens,); None for 1.
     """
     tokens, padded_vocab = logits.shape
     losses = torch.empty(tokens, dtype=torch.float32, device=logits.device)
@@ -168,7 +195,7 @@ def triton_loss_and_gradient_(
         num_warps=8,
         enable_fp_fusion=True,
     )
-    return losses
+    return losses, logits
 
 
 # ---------------------------------------------------------------- plain torch
@@ -184,8 +211,8 @@ def torch_loss_and_gradient(
     smoothing: float,
     softcap: float,
     z_loss: float,
-    denominator: Tensor | None,
-    row_weights: Tensor | None,
+    denominator: Tensor | None = None,
+    row_weights: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return losses and gradient like the kernel, out of place, in plain PyTorch and fp32 (fp64 for fp64 logits)."""
     logits = logits[:, :valid_vocab].to(torch.float64 if logits.dtype == torch.float64 else torch.float32)

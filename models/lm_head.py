@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..kernels.cross_entropy import can_accumulate_in_gemm, default_chunk_tokens, linear_cross_entropy
+from ..kernels.cross_entropy import chunked_logits_bytes, default_chunk_tokens, linear_cross_entropy
 from .layers.cost import ByteWidths, Matrix, Weights
 from .layers.position_embeddings import PositionEmbedding, SamplePositionEmbedding
 from .parallel.collectives import TensorParallel
@@ -253,33 +253,14 @@ def token_loss_memory(
             kept=kept,
             num_parameters=0 if frozen else weights,
         )
+    logits = chunked_logits_bytes(tokens, vocab, hidden, e, product, cuda=cuda)
     kept = input_gradient + product  # saved for the backward pass
     return LossMemory(
-        forward=inputs + input_gradient + _chunked_logits(tokens, vocab, hidden, e, product, cuda=cuda) + cast_weight,
+        forward=inputs
+        + input_gradient
+        + chunked_logits_bytes(tokens, vocab, hidden, e, product, cuda=cuda)
+        + cast_weight,
         backward=kept * (1 if cuda and e < 8 else 2) + cast_gradient,
         kept=kept,
         num_parameters=0 if frozen else weights,
     )
-
-
-def _chunked_logits(tokens: int, vocab: int, hidden: int, e: int, product: int, *, cuda: bool) -> int:
-    """Return the peak bytes of the logits and of the gradient of the head, which takes `product` bytes or none.
-
-    The gradient of one chunk is in the compute dtype of `e` bytes, its sum over chunks in at least fp32.
-    """
-    chunk = min(default_chunk_tokens(vocab, cuda=cuda), tokens)
-    logits = chunk * vocab * e
-    if chunk == tokens:
-        return logits + product
-    chunks = -(-tokens // chunk)
-    last = (tokens - (chunks - 1) * chunk) * vocab * e
-    after_first = logits if chunks > 2 else last
-    # the logits of a chunk are freed once those of the next one exist
-    if can_accumulate_in_gemm(vocab, hidden, width=e, cuda=cuda):
-        live_logits = last  # the matmul accumulates into the sum, which is rounded in the end: no other product
-    elif e < 4:
-        live_logits = logits  # every product has the compute dtype, the first one too
-    else:
-        live_logits = after_first  # the first product becomes the sum, and in the end the gradient
-    accumulator = vocab * hidden * max(4, e) if product else 0
-    return max(logits + after_first + accumulator, live_logits + accumulator + product)

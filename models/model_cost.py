@@ -204,7 +204,9 @@ def outer_traffic(
     last, widths = stacks[-1], stacks[0].widths
     hidden, vocab = last.stack.hidden_size, model.padded_vocab_size
     embedded = (embedding_traffic(stack.outer_elements * widths.weights) for stack in stacks if stack.stack.begins)
-    loss = vocabulary_loss_traffic(last.tokens, vocab, hidden, widths.compute, cuda=cuda) if last.computes_loss else ()
+    loss: tuple[Collective, ...] = ()
+    if last.computes_loss:
+        loss = vocabulary_loss_traffic(last.tokens, vocab, hidden, widths.compute, last.mesh.tensor, cuda=cuda)
     return (*samples, *(each for found in embedded for each in found), *loss)
 
 

@@ -23,6 +23,7 @@ from ...kernels.fp8.recipe import Fp8Recipe
 from ...kernels.fp8.scaled_matmul import scaled_matmul
 from ...kernels.fp8.te_linear import runs_on, te_cast_weight, te_linear
 from ...kernels.fp8.weight_cast import WeightCast, backward_cast, cast_tensors, cast_weight, forward_cast
+from ...kernels.launch import disable_compile
 from .collectives import (
     SharedRows,
     TensorParallel,
@@ -151,6 +152,11 @@ class TEProduct(Fp8Product):
         """Return `F.linear(inputs, weight, bias)`."""
         if not runs_on(inputs):
             return super().linear(inputs, weight, bias, source)
+        return self._te_linear(inputs, weight, bias)
+
+    @disable_compile
+    def _te_linear(self, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Compute it where torch.compile does not see the cast, whose guards fail: it is no plain tensor."""
         reduces = {"reduce": self.reduce, "weight_reduce": self.weight_reduce}
         return te_linear(inputs, weight, bias, self.recipe, scales=self.scales, cast=self.te_cast, **reduces)
 

@@ -1,18 +1,19 @@
 """Output projection and cross-entropy over a vocabulary that is split over the tensor-parallel ranks.
 
 As `kernels.cross_entropy`, in chunks of tokens, so that no rank holds the logits of all tokens, and none those of the
-whole vocabulary: the ranks exchange three numbers for each token (Megatron-LM, arXiv 1909.08053, section 3).
+whole vocabulary: the ranks exchange four numbers for each token (Megatron-LM, arXiv 1909.08053, section 3).
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from ...kernels.cross_entropy import default_chunk_tokens
+from ...kernels.cross_entropy import chunked_logits_bytes, default_chunk_tokens, run_chunks
+from ...kernels.vocabulary_part import EXPONENTIALS, LARGEST, SUM, TARGET, part_gradient, part_statistics
 from .collectives import TensorParallel
 from .traffic import Collective
 
@@ -46,33 +47,27 @@ class _VocabularyParallelLoss(torch.autograd.Function):
         ranks: TensorParallel,
         options: LossOptions,
     ) -> Tensor:
-        accumulate = torch.float64 if hidden.dtype == torch.float64 else torch.float32
-        first = ranks.rank * len(weight)
-        valid = min(max(options.valid_vocab - first, 0), len(weight))
-        total = torch.zeros((), dtype=accumulate, device=hidden.device)
-        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        hidden_gradient = torch.empty_like(hidden) if needs_hidden else None
-        weight_gradient = torch.zeros(weight.shape, dtype=accumulate, device=weight.device) if needs_weight else None
-        bias_gradient = torch.zeros(len(weight), dtype=accumulate, device=weight.device) if needs_bias else None
-        for start in range(0, len(hidden), options.chunk_tokens):
-            chunk = slice(start, start + options.chunk_tokens)
-            logits = F.linear(hidden[chunk], weight[:valid], None if bias is None else bias[:valid]).to(accumulate)
-            loss, gradient = _loss_and_gradient(logits, labels[chunk], first, denominator, ranks, options)
-            total += loss
-            if bias_gradient is not None:
-                bias_gradient[:valid] += gradient.sum(dim=0)
-            gradient = gradient.to(hidden.dtype)
-            if hidden_gradient is not None:
-                hidden_gradient[chunk] = gradient @ weight[:valid]
-            if weight_gradient is not None:
-                weight_gradient[:valid] += gradient.t() @ hidden[chunk]
-        if hidden_gradient is not None:
-            hidden_gradient = ranks.sum(hidden_gradient)
-        ctx.save_for_backward(
-            hidden_gradient,
-            None if weight_gradient is None else weight_gradient.to(weight.dtype),
-            None if bias_gradient is None or bias is None else bias_gradient.to(bias.dtype),
+        first, (needs_hidden, needs_weight, needs_bias) = ranks.rank * len(weight), ctx.needs_input_grad[:3]
+        results = run_chunks(
+            hidden,
+            weight,
+            labels,
+            bias,
+            chunk_tokens=options.chunk_tokens,
+            frozen=not needs_weight and not needs_bias,
+            loss_and_gradient=partial(_loss_and_gradient, first=first, ranks=ranks, options=options),
+            valid_vocab=min(max(options.valid_vocab - first, 0), len(weight)),
+            with_gradient=needs_hidden or needs_weight or needs_bias,
+            denominator=denominator,
         )
+        ctx.save_for_backward(
+            ranks.sum(results.hidden) if needs_hidden else None,
+            results.weight if needs_weight else None,
+            results.bias if needs_bias else None,
+        )
+        total = torch.zeros((), dtype=torch.promote_types(hidden.dtype, torch.float32), device=hidden.device)
+        for losses in results.losses:
+            total += losses.sum()
         return total / denominator
 
     @staticmethod
@@ -83,29 +78,31 @@ class _VocabularyParallelLoss(torch.autograd.Function):
 
 
 def _loss_and_gradient(
-    logits: Tensor, labels: Tensor, first: int, denominator: Tensor, ranks: TensorParallel, options: LossOptions
+    logits: Tensor,
+    labels: Tensor,
+    *,
+    valid_vocab: int,
+    with_gradient: bool,
+    denominator: Tensor,
+    first: int,
+    ranks: TensorParallel,
+    options: LossOptions,
 ) -> tuple[Tensor, Tensor]:
-    """Return the sum of the losses of a chunk and the gradient of its local logits (tokens, valid local vocabulary)."""
-    tanh = torch.tanh(logits / options.softcap) if options.softcap else None
-    logits = logits if tanh is None else options.softcap * tanh
-    kept = labels != options.ignore_index
-    local = labels - first
-    is_here = kept & (local >= 0) & (local < logits.shape[1])
-    # a column of -inf, so that a rank with nothing but padding has a maximum, and something to index
-    padded = F.pad(logits, (0, 1), value=float("-inf"))
-    place = torch.where(is_here, local, logits.shape[1])[:, None]
-    highest = ranks.maximum(padded.amax(dim=1))
-    target = torch.where(is_here, padded.gather(1, place)[:, 0], 0.0)
-    sums = ranks.sum(torch.stack([(logits - highest[:, None]).exp().sum(dim=1), target, logits.sum(dim=1)]))
-    log_sum_exp = highest + sums[0].log()
+    """Return the losses of a chunk and the gradient of its logits, or these; see `kernels.vocabulary_part`."""
+    shared: dict[str, Any] = {"valid_vocab": valid_vocab, "first": first, "ignore_index": options.ignore_index}
+    shared |= {"smoothing": options.smoothing, "softcap": options.softcap}
+    statistics = ranks.gather(part_statistics(logits, labels, vocabulary=options.valid_vocab, **shared))
+    largest = statistics[:, LARGEST].amax(dim=0)
+    total = (statistics[:, EXPONENTIALS] * (statistics[:, LARGEST] - largest).exp()).sum(dim=0)
+    log_sum_exp = largest + total.log()
     spread = options.smoothing / options.valid_vocab
-    losses = (log_sum_exp - (1 - options.smoothing) * sums[1] - spread * sums[2]) * kept
-    gradient = (logits - log_sum_exp[:, None]).exp() - spread
-    gradient = F.pad(gradient, (0, 1)).scatter_add(1, place, gradient.new_full(place.shape, options.smoothing - 1.0))
-    gradient = gradient[:, :-1]
-    if tanh is not None:
-        gradient = gradient * (1.0 - tanh.square())
-    return losses.sum(), gradient * (kept.to(gradient.dtype) / denominator)[:, None]
+    losses = log_sum_exp - (1 - options.smoothing) * statistics[:, TARGET].sum(dim=0)
+    if options.smoothing:
+        losses -= spread * statistics[:, SUM].sum(dim=0)
+    losses = losses * (labels != options.ignore_index)
+    if not with_gradient:
+        return losses, logits
+    return losses, part_gradient(logits, labels, log_sum_exp, denominator, spread=spread, **shared)
 
 
 def vocabulary_parallel_loss(
@@ -147,7 +144,7 @@ def vocabulary_parallel_loss(
 
 
 def vocabulary_loss_traffic(
-    tokens: int, vocab: int, hidden: int, itemsize: int, *, cuda: bool
+    tokens: int, vocab: int, hidden: int, itemsize: int, ranks: int, *, cuda: bool
 ) -> tuple[Collective, ...]:
     """Return the traffic of the loss of a micro batch over a vocabulary of which each rank has `vocab` rows.
 
@@ -156,12 +153,12 @@ def vocabulary_loss_traffic(
         vocab: rows of the rank, with padding.
         hidden: width of the residual stream.
         itemsize: bytes per element of `hidden`.
+        ranks: number of the ranks.
         cuda: the loss runs on a GPU.
     """
     accumulate, chunks = max(4, itemsize), -(-tokens // default_chunk_tokens(vocab, cuda=cuda))
     return (
-        # the maximum; the sum of exponentials, the label's logit and the sum of the logits
-        Collective("tensor", "all-reduce", 4 * tokens * accumulate, "forward", number=2 * chunks),
+        Collective("tensor", "all-gather", 4 * tokens * ranks * accumulate, "forward", number=chunks),  # statistics
         Collective("tensor", "all-reduce", tokens * hidden * itemsize, "forward"),
     )
 
@@ -174,9 +171,9 @@ def vocabulary_loss_bytes(
     Args:
         frozen: the weight has no gradient.
     """
-    chunk, accumulate = min(tokens, default_chunk_tokens(vocab, cuda=cuda)), max(4, itemsize)
-    # logits, their fp32 copy, padded copy, exponentials, and gradient in both dtypes
-    logits = chunk * vocab * (2 * itemsize + 4 * accumulate)
     kept = tokens * hidden * itemsize + (0 if frozen else vocab * hidden * itemsize)
-    weight = 0 if frozen else vocab * hidden * accumulate
-    return tokens * hidden * 2 * itemsize + logits + weight, 2 * kept
+    product = 0 if frozen else vocab * hidden * itemsize
+    logits = chunked_logits_bytes(tokens, vocab, hidden, itemsize, product, cuda=cuda)
+    if not cuda:  # the logits in fp32, padded, their exponentials, and the gradient in fp32
+        logits += 4 * min(tokens, default_chunk_tokens(vocab, cuda=cuda)) * vocab * max(4, itemsize)
+    return tokens * hidden * 2 * itemsize + logits, 2 * kept

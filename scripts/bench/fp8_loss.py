@@ -2,19 +2,20 @@
 
     python scripts/bench/fp8_loss.py [--steps 2000] [--seeds 1 2 3] [--only bf16 tensorwise ...] [--seconds 570]
         [--results docs/results/fp8_loss.jsonl]
-    python scripts/bench/fp8_loss.py --report docs/results/fp8_loss.jsonl
 
 The text is the Python code that is installed beside the running Python, tokenized by a BPE trained on it, so that no
 network is needed. The gap of a run is that of its mean loss over the last tenth of the steps, relative to bf16's of the
 same seed, over the same samples. One pair of runs says little: rounding of any kind moves a run to another course, so
 gaps are means over seeds, with the smallest and the largest. `bf16 other kernels` is bf16 with another attention
 backend: how far runs drift apart by rounding alone. A run of the same steps and seed that is in the results file is not
-run again. Runs through TransformerEngine fail where it is not installed.
+run again; rows hold the mean loss of each hundredth of the steps. Runs through TransformerEngine fail where it is not
+installed.
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import statistics
 import subprocess
@@ -24,6 +25,9 @@ import tempfile
 import time
 from pathlib import Path
 from typing import Any
+
+import torch
+from rounds import append_row, print_tables, read_rows
 
 MODEL = [
     *("model=gpt_125m", "data=mmap", "trainer=gpu", "model.encoder_seq_length=1024"),
@@ -83,41 +87,25 @@ def train(name: str, seed: int, steps: int, overrides: list[str], until: float) 
                 command, capture_output=True, text=True, timeout=max(1.0, until - started), check=False
             )
         except subprocess.TimeoutExpired:
-            return row | {"failed": "not done in time"}
+            return row | {"refused": "not done in time"}
         if done.returncode:
             reason = (done.stderr.strip() or done.stdout.strip()).splitlines()[-3:]
-            return row | {"failed": " / ".join(reason)[:300]}
+            return row | {"refused": " / ".join(reason)[:300]}
         lines = [json.loads(line) for line in (Path(directory) / "run" / "metrics.jsonl").read_text().splitlines()]
         log = (Path(directory) / "run" / "run.log").read_text()
     device = log.partition("device ")[2].partition(",")[0].splitlines()[0]
     losses = [line["loss"] for line in lines if "loss" in line]
+    size = max(1, len(losses) // 100)
+    means = [round(statistics.mean(losses[first : first + size]), 5) for first in range(0, len(losses), size)]
     skipped = max((line.get("skipped_steps", 0) for line in lines), default=0)
-    row |= {"device": device, "losses": losses, "skipped_steps": skipped}
+    row |= {"device": device, "torch": torch.__version__, "date": str(datetime.date.today())}
+    row |= {"losses": means, "skipped_steps": skipped}
     return row | {"seconds": round(time.monotonic() - started, 1)}
 
 
 def last_loss(row: dict[str, Any]) -> float:
     """Return the mean loss of the last part of a run."""
-    return statistics.mean(row["losses"][-round(LAST * row["steps"]) :])
-
-
-def report(rows: list[dict[str, Any]]) -> None:
-    """Print a table of the gaps, a line for each kind of run."""
-    found = {(row["run"], row["seed"]): last_loss(row) for row in rows if "losses" in row}
-    print("| run | loss | gap to bf16, mean over seeds | smallest and largest | skipped steps | seeds |")
-    print("|---|---|---|---|---|---|")
-    for name in RUNS:
-        own = [row for row in rows if row["run"] == name]
-        ran = [row for row in own if "losses" in row]
-        if not ran:
-            if own:
-                print(f"| {name} | {own[-1]['failed']} | | | | |")
-            continue
-        pairs = [(found[name, row["seed"]], found.get(("bf16", row["seed"]))) for row in ran]
-        gaps = [100 * (loss / base - 1) for loss, base in pairs if base is not None]
-        shown = [f"{statistics.mean(gaps):+.2f} %", f"{min(gaps):+.2f}, {max(gaps):+.2f} %"] if gaps else ["", ""]
-        loss, skipped = statistics.mean(loss for loss, _ in pairs), max(row["skipped_steps"] for row in ran)
-        print(f"| {name} | {loss:.4f} | {' | '.join(shown)} | {skipped} | {len(ran)} |", flush=True)
+    return statistics.mean(row["losses"][-round(LAST * len(row["losses"])) :])
 
 
 def main() -> None:
@@ -128,25 +116,20 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=RUNS, default=list(RUNS))
     parser.add_argument("--seconds", type=float, default=570.0, help="start no run that would be cut off")
     parser.add_argument("--results", type=Path, default=Path("docs/results/fp8_loss.jsonl"))
-    parser.add_argument("--report", type=Path, help="print the table of a results file only")
     parser.add_argument("overrides", nargs="*", help="further keys, as for a trial on a CPU")
     args = parser.parse_args()
-    path, until = args.report or args.results, time.monotonic() + args.seconds
-    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    done = {(row["run"], row["seed"]) for row in rows if row["steps"] == args.steps and "losses" in row}
+    path, until = args.results, time.monotonic() + args.seconds
+    done = {(row["run"], row["seed"]) for row in read_rows(path) if row["steps"] == args.steps and "losses" in row}
     with tempfile.TemporaryDirectory() as directory:
-        missing = [] if args.report else [(n, seed) for seed in args.seeds for n in args.only if (n, seed) not in done]
+        missing = [(name, seed) for seed in args.seeds for name in args.only if (name, seed) not in done]
         keys = prepare(Path(directory)) if missing else []
         for name, seed in missing:
             if time.monotonic() > until:
                 break
             row = train(name, seed, args.steps, [*keys, *args.overrides], until)
-            rows.append(row)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with path.open("a") as file:
-                file.write(json.dumps(row) + "\n")
-            print(f"{name}, seed {seed}: {row.get('failed', 'done')}", file=sys.stderr, flush=True)
-    report([row for row in rows if row["steps"] == args.steps])
+            append_row(path, row)
+            print(f"{name}, seed {seed}: {row.get('refused', 'done')}", file=sys.stderr, flush=True)
+    print_tables(["fp8_loss"], path)
 
 
 if __name__ == "__main__":

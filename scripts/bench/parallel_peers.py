@@ -25,6 +25,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from rounds import Row
 from torch import Tensor
+from torch.distributed.elastic.utils.distributed import get_free_port
 from torch.multiprocessing.spawn import spawn
 
 if TYPE_CHECKING:
@@ -274,9 +275,9 @@ def work(rank: int, name: str, case: Case, devices: int, port: int, file: str) -
     dist.destroy_process_group()
 
 
-def run_peer(name: str, case: Case, devices: int, port: int = 29577) -> Row:
+def run_peer(name: str, case: Case, devices: int) -> Row:
     """Run a peer on the first GPUs of the host; return the seconds per step of each window and the peak memory."""
     with tempfile.TemporaryDirectory() as directory:
         file = f"{directory}/row"
-        spawn(work, (name, case, devices, port, file), nprocs=devices)
+        spawn(work, (name, case, devices, get_free_port(), file), nprocs=devices)
         return json.loads(Path(file).read_text())

@@ -35,6 +35,7 @@ from report_tables import (
     kernels,
     layouts,
     longest,
+    losses,
     plans,
     runs,
     several,
@@ -133,6 +134,7 @@ TABLES: dict[str, Table] = {
         )
         for model, case in fp8_step.MODELS.items()
     },
+    "fp8_loss": Table("fp8_loss.jsonl", losses),
     "moe_layer": Table("moe_layer.jsonl", EXPERTS, lambda row: row["section"] == "layer"),
     "moe_matmul": Table("moe_layer.jsonl", MATMULS, lambda row: row["section"] == "matmul"),
     **{

@@ -9,6 +9,7 @@ from itertools import product
 from typing import NamedTuple
 
 import data_parallel
+import fp8_loss
 import longest_sequence
 import parallel
 import plan_layouts
@@ -249,6 +250,24 @@ def layouts(rows: list[Row]) -> Rendered:
     notes += [f"{row['layout']}: {row['refused']}." for row in rows if "refused" in row]
     head = ["layout", "planned ms", "ms", "error", "planned GiB", "GiB", "error", "planned GiB used", "GiB used"]
     return Rendered(head, lines, values, "ms", notes=notes)
+
+
+def losses(rows: list[Row]) -> Rendered:
+    """Render mean losses at the end, and their gaps to bf16's of the same seed; of runs as long as the newest."""
+    ran = [row for row in rows if "refused" not in row and row["steps"] == rows[-1]["steps"]]
+    base = {row["seed"]: fp8_loss.last_loss(row) for row in ran if row["run"] == "bf16"}
+    lines, values = [], {}
+    for name in fp8_loss.RUNS:
+        own = {row["seed"]: fp8_loss.last_loss(row) for row in ran if row["run"] == name}
+        if not own:
+            continue
+        gaps = [100 * (loss / base[seed] - 1) for seed, loss in own.items() if seed in base and name != "bf16"]
+        cells = [f"{statistics.mean(gaps):+.2f} %", f"{min(gaps):+.2f} to {max(gaps):+.2f} %"] if gaps else [""] * 2
+        skipped = max(row["skipped_steps"] for row in ran if row["run"] == name)
+        lines.append([name, f"{statistics.mean(own.values()):.4f}", *cells, str(skipped), str(len(own))])
+        values |= {name: {"gap": abs(statistics.mean(gaps))}} if gaps else {}
+    head = ["run", "loss", "gap to bf16, mean of the seeds", "smallest to largest", "skipped steps", "seeds"]
+    return Rendered(head, lines, values, "% between the loss and that of bf16")
 
 
 def longest(rows: list[Row]) -> Rendered:

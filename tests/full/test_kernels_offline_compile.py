@@ -43,6 +43,8 @@ REGISTERS = {
     "sum": 200,
     "sum_of_squares": 80,
     "sum_of_squares_aligned": 32,
+    "vocabulary_part_gradient": 128,
+    "vocabulary_part_statistics": 128,
 }
 
 

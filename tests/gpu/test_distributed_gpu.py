@@ -213,7 +213,10 @@ RUNS: dict[tuple[str, int], list[str]] = {
     ("deep", 8): [name for name in EIGHT if not name.startswith("alltoall")],
     ("experts", 8): ["alltoall 4, pipeline, sequence"],
 }
-COMPILED = {("gpt", 2): ["ddp", "zero1", "grad", "full", "tensor"], ("deep", 4): ["pipeline, tensor", "hybrid"]}
+COMPILED = {
+    ("gpt", 2): ["ddp", "zero1", "grad", "full", "tensor", "sequence"],
+    ("deep", 4): ["pipeline, tensor", "hybrid"],
+}
 
 
 class Precision(NamedTuple):

@@ -142,6 +142,7 @@ def gradients(device: str, recipe: str, *, kept: bool = False, peft: Any = None,
 
 
 LAYER_NORM = {"activation": "gelu", "normalization": "layernorm", "bias": True, "layernorm_zero_centered_gamma": True}
+IN_BF16: dict[str, Any] = {"fp8": False, "fp8_params": False}
 LORA = {"peft_scheme": "lora", "lora_tuning": {"adapter_dim": 8, "target_modules": ["all"]}}
 
 
@@ -172,13 +173,25 @@ LORA = {"peft_scheme": "lora", "lora_tuning": {"adapter_dim": 8, "target_modules
     ],
 )
 def test_gradients_are_those_of_the_emulation(recipe: str, changes: dict[str, Any]) -> None:
-    """Sums in another order flip some roundings to fp8, each by an eighth of a value."""
+    """Rounding differences of bf16 flip some roundings to fp8, each by an eighth of a value or a quarter: on a CPU, two
+    backends of attention in bf16 are 0.05 to 0.07 apart, and both 0.07 to 0.09 from bf16.
+    """
     if not has(recipe):
         pytest.skip("tiles are multiplied on Hopper only")
-    wanted = gradients(
-        "cpu", recipe, **{name: each for name, each in changes.items() if name not in ("kept", "compile")}
-    )
+    of_model = {name: each for name, each in changes.items() if name not in ("kept", "compile")}
     found = gradients("cuda", recipe, **changes)
-    assert found.keys() == wanted.keys()
-    scale = max(float(each.norm()) for each in wanted.values())
-    assert max(float((found[name] - each).norm()) / scale for name, each in wanted.items()) < 0.05
+    emulated, exact = gradients("cpu", recipe, **of_model), gradients("cpu", recipe, **(of_model | IN_BF16))
+    assert_as_near(found, emulated, exact)
+
+
+def assert_as_near(found: dict[str, Tensor], wanted: dict[str, Tensor], exact: dict[str, Tensor]) -> None:
+    """Check that gradients in fp8 are as near to those without as others are, and to these."""
+    assert found.keys() == wanted.keys() == exact.keys()
+    scale = max(float(each.norm()) for each in exact.values())
+    for name, each in exact.items():
+        mine, theirs, apart = (
+            float((first - second).norm()) / scale
+            for first, second in ((found[name], each), (wanted[name], each), (found[name], wanted[name]))
+        )
+        assert mine < 1.25 * theirs + 2e-3, name
+        assert apart < 1.1 * theirs + 2e-3, "most roundings are the same"

@@ -34,6 +34,7 @@ def cases(capability: int) -> list[tuple[str, Any, dict[str, str], dict[str, Any
     from stoker.kernels.optim.adamw_kernel import _adamw_kernel
     from stoker.kernels.scale_in_place import scale_kernel
     from stoker.kernels.sum_over_ranks import sum_over_ranks_kernel
+    from stoker.kernels.vocabulary_part import _part_gradient_kernel, _statistics_kernel
 
     table = {"table_pointer": "*i64", "tensors": "i32", "search_steps": "i32"}
     scalars = dict.fromkeys(("decay_factor", "one_minus_beta1", "beta2", "one_minus_beta2", "eps"), "fp32")
@@ -55,6 +56,14 @@ def cases(capability: int) -> list[tuple[str, Any, dict[str, str], dict[str, Any
         "softcap": "fp32",
         "z_loss": "fp32",
     }
+    part = {
+        name: kind for name, kind in loss.items() if name not in ("losses_pointer", "row_weights_pointer", "z_loss")
+    }
+    part |= {"first": "i32", "logsumexp_pointer": "*fp32", "spread": "fp32"}
+    statistics = {
+        name: part[name] for name in ("logits_pointer", "labels_pointer", "row_stride", "valid_vocab", "first")
+    }
+    statistics |= {"statistics_pointer": "*fp32", "vocabulary": "i32", "ignore_index": "i32", "softcap": "fp32"}
     dropout = dict.fromkeys(("values_pointer", "out_pointer"), "*bf16") | {"residual_pointer": "*fp32"}
     dropout |= dict.fromkeys(("key_pointer", "rows_pointer"), "*i64") | {"scale": "fp32"}
     dropout |= dict.fromkeys(("rows", "channels", "threshold"), "i32")
@@ -214,6 +223,13 @@ def cases(capability: int) -> list[tuple[str, Any, dict[str, str], dict[str, Any
                 ("cross_entropy_per_token_with_z_loss", False, False, True),
             )
             for absent in ("denominator_pointer" if per_token else "row_weights_pointer",)
+        ),
+        *(
+            (name, kernel, types, {"SMOOTHED": True, "CAPPED": True, "BLOCK": 4096}, options | {"num_warps": 8})
+            for name, kernel, types in (
+                ("vocabulary_part_statistics", _statistics_kernel, statistics),
+                ("vocabulary_part_gradient", _part_gradient_kernel, part),
+            )
         ),
     ]
 

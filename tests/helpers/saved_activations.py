@@ -324,8 +324,8 @@ def loss_peak_bytes(tokens: int, vocab: int, hidden: int, dtype: torch.dtype, mo
     """Peak bytes that the loss allocates on a GPU, besides its inputs."""
     chunk = cross_entropy.default_chunk_tokens(vocab, cuda=True)
 
-    def losses(logits: Tensor, labels: Tensor, **_: Any) -> Tensor:
-        return torch.empty(len(logits), dtype=torch.float32)
+    def losses(logits: Tensor, labels: Tensor, **_: Any) -> tuple[Tensor, Tensor]:
+        return torch.empty(len(logits), dtype=torch.float32), logits
 
     live = Live()
     with simulate_cuda(monkeypatch), monkeypatch.context() as patch, FakeTensorMode():

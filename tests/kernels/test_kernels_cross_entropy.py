@@ -132,7 +132,7 @@ def test_kernel_equals_torch(device, tokens, vocab, valid, denominator, smoothin
     expected_gradient = torch.autograd.grad(expected.sum() / (denominator or 1.0), leaf)[0]
     options = {"ignore_index": -100, "with_gradient": True, "smoothing": smoothing, "softcap": softcap}
     options["denominator"] = None if denominator is None else torch.tensor(denominator, device=device)
-    losses = triton_loss_and_gradient_(logits, labels, valid_vocab=valid, **options)
+    losses, _ = triton_loss_and_gradient_(logits, labels, valid_vocab=valid, **options)
     torch.testing.assert_close(losses.double(), expected, rtol=1e-5, atol=1e-5)
     atol = 1e-6 / (denominator or 1.0)
     torch.testing.assert_close(logits[:, :valid].double(), expected_gradient, rtol=1e-4, atol=atol)
@@ -156,7 +156,7 @@ def test_the_gradient_of_the_logits_is_divided_before_it_is_rounded(device):
 def test_a_label_that_is_no_token_makes_its_loss_nan(device, bad):
     labels = torch.tensor([1, bad, -100, 2], device=device)
     logits = torch.zeros(4, 7, device=device)
-    losses = triton_loss_and_gradient_(logits, labels, valid_vocab=5, ignore_index=-100, with_gradient=False)
+    losses, _ = triton_loss_and_gradient_(logits, labels, valid_vocab=5, ignore_index=-100, with_gradient=False)
     assert losses.isnan().tolist() == [False, True, False, False]
 
 
@@ -164,7 +164,7 @@ def test_a_label_that_is_no_token_makes_its_loss_nan(device, bad):
 def test_labels_may_be_strided(device):
     labels = torch.tensor([1, 0, 2, 0, 3, 0], device=device)[::2]
     logits = torch.arange(15.0, device=device).view(3, 5)
-    losses = triton_loss_and_gradient_(logits.clone(), labels, valid_vocab=5, ignore_index=-100, with_gradient=False)
+    losses, _ = triton_loss_and_gradient_(logits.clone(), labels, valid_vocab=5, ignore_index=-100, with_gradient=False)
     torch.testing.assert_close(losses, torch.nn.functional.cross_entropy(logits, labels, reduction="none"))
 
 
@@ -365,7 +365,7 @@ def test_kernel_with_z_loss_and_row_weights_equals_torch(device, tokens, vocab, 
     expected = expected + 0.01 * leaf.logsumexp(-1).square() * (labels != -100)
     expected_gradient = torch.autograd.grad(expected, leaf, row_weights.double())[0]
     options = {"ignore_index": -100, "with_gradient": True, "z_loss": 0.01, "row_weights": row_weights}
-    losses = triton_loss_and_gradient_(logits, labels, valid_vocab=valid, **options)
+    losses, _ = triton_loss_and_gradient_(logits, labels, valid_vocab=valid, **options)
     torch.testing.assert_close(losses.double(), expected, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(logits[:, :valid].double(), expected_gradient, rtol=1e-4, atol=2e-6)
     assert (logits[:, valid:] == 0).all()
@@ -387,8 +387,10 @@ def test_z_loss_in_bf16_on_a_gpu(reduction):
         torch.autograd.grad(loss, leaves, upstream.to(loss))
         for loss, leaves in ((truth, exact), (plain, (hidden, weight)), (value, (hidden, weight)))
     ]
+    # of the sum, the gradients are made in the forward pass and multiplied by that of the loss: one more rounding
+    times = 1.25 if reduction == "none" else 1.25 * 2**0.5
     for wanted, theirs, ours in zip(*gradients, strict=True):
-        assert (ours - wanted).norm() <= 1.25 * (theirs - wanted).norm()
+        assert (ours - wanted).norm() <= times * (theirs - wanted).norm()
 
 
 @pytest.mark.gpu

@@ -30,6 +30,8 @@ GRAD = [FSDP, "model.fsdp_sharding_strategy=grad"]
 HYBRID = [FSDP, "model.fsdp_sharding_strategy=hybrid", "model.fsdp_shard_size=2", "model.global_batch_size=16"]
 AT_ONCE = "model.optim.overlap_param_sync=false"
 INBOX = SLOTS * SLOT_BYTES
+FREED = 8192 * 32000 * 2 / GIB
+"""Second chunk of logits, which the loss held when these peaks were measured."""
 
 
 def planned(*overrides: str, devices: int = 2, nodes: int = 1, gpu: str = "h100") -> Plan:
@@ -48,7 +50,7 @@ def test_peaks_and_steps_are_those_measured_on_two_gpus() -> None:
         ([*GRAD, AT_ONCE], 32.66, 0.2618),
     ):
         plan = planned(*LLAMA, *overrides)
-        assert plan.allocated / GIB == pytest.approx(gib, abs=0.1)
+        assert plan.allocated / GIB == pytest.approx(gib - FREED, abs=0.1)
         assert plan.seconds == pytest.approx(seconds, rel=0.03)
 
 
@@ -62,7 +64,7 @@ def test_peaks_and_steps_are_those_measured_on_four_gpus() -> None:
         ([], 39.4, None),
     ):
         plan = planned(*LLAMA, "model.global_batch_size=16", *overrides, devices=4, gpu="h200")
-        assert plan.allocated / GIB == pytest.approx(gib, abs=0.05)
+        assert plan.allocated / GIB == pytest.approx(gib - FREED, abs=0.05)
         assert slower is None or plan.seconds / alone.seconds == pytest.approx(slower, abs=0.02)
 
 

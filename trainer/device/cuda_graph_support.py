@@ -65,8 +65,6 @@ def _communication_reason(run: ResolvedRun) -> str | None:
         return f"does not capture the exchange of tokens with `expert_model_parallel_size` ({mesh.expert})"
     if mesh.overlap_gather or mesh.overlap_scatter:
         return "does not capture copies of other ranks' memory, with `ub_tp_comm_overlap` (True)"
-    if mesh.world_size > 1 and run.model.enable_cuda_graph is None:
-        return "captures communication only if it is True"
     return None
 
 

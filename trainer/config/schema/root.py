@@ -67,8 +67,8 @@ class RunKeys(ParallelKeys):
     update copies them through the GPU, with identical results; its time depends on the host link."""
     enable_cuda_graph: bool | None = None
     """Capture forward and backward of a micro batch as a CUDA graph: for small models that are limited by kernel
-    launches. Validation needs additional memory. null: of one process, if supported, falling back to eager execution
-    if the capture fails. True: also of tensor-parallel ranks, with their communication; raise an error instead."""
+    launches, with the communication of tensor-parallel ranks. Validation needs additional memory. null: if supported,
+    falling back to eager execution if the capture fails; True: raise an error instead."""
     do_layer_norm_weight_decay: bool = False
     """Apply weight decay to norm weights too."""
     tokenizer: TokenizerBlock = block_default(TokenizerBlock)
