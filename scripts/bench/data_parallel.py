@@ -33,14 +33,14 @@ WARM_UP, WINDOWS, WINDOW = 10, 4, 10
 MICRO_BATCH, SEQUENCE = 4, 4096
 BF16 = "model.fsdp_grad_reduce_dtype=bf16"
 ZERO1, GRAD = ["model.optim.name=distributed_fused_adam"], ["model.fsdp=true", "model.fsdp_sharding_strategy=grad"]
-OVERLAP = "model.optim.overlap_param_sync=true"
+AT_ONCE = "model.optim.overlap_param_sync=false"
 LAYOUTS: dict[str, tuple[str, list[str]]] = {
     "alone": ("every GPU by itself", []),
     "ddp": ("data parallel", []),
     "zero1": ("distributed optimizer", ZERO1),
-    "zero1_overlap": ("distributed optimizer, weights gathered in the forward pass", [*ZERO1, OVERLAP]),
+    "zero1_at_once": ("distributed optimizer, weights gathered before the forward pass", [*ZERO1, AT_ONCE]),
     "grad": ("fsdp grad (ZeRO-2)", GRAD),
-    "grad_overlap": ("fsdp grad, weights gathered in the forward pass", [*GRAD, OVERLAP]),
+    "grad_at_once": ("fsdp grad, weights gathered before the forward pass", [*GRAD, AT_ONCE]),
     "full": ("fsdp full", ["model.fsdp=true"]),
     "ddp_bf16": ("data parallel, reduction in bf16", [BF16]),
     "zero1_bf16": ("distributed optimizer, reduction in bf16", [BF16, *ZERO1]),

@@ -86,7 +86,7 @@ MODELS: dict[str, list[str]] = {
 ZERO1 = ["model.optim.name=distributed_fused_adam"]
 FSDP = ["model.fsdp=true"]
 NCCL = "model.copy_engine_collectives=false"
-OVERLAPPED = "model.optim.overlap_param_sync=true"
+AT_ONCE = "model.optim.overlap_param_sync=false"
 BF16_SUMS = ["model.fsdp_grad_reduce_dtype=bf16"]
 
 
@@ -123,9 +123,9 @@ TWO: dict[str, list[str]] = {
     "zero1": ZERO1,
     "grad": [*FSDP, "model.fsdp_sharding_strategy=grad"],
     "full": FSDP,
-    "zero1, overlapped": [*ZERO1, OVERLAPPED],
-    "zero1, overlapped, NCCL": [*ZERO1, OVERLAPPED, NCCL],
-    "grad, overlapped": [*FSDP, "model.fsdp_sharding_strategy=grad", OVERLAPPED],
+    "zero1, at once": [*ZERO1, AT_ONCE],
+    "zero1, at once, NCCL": [*ZERO1, AT_ONCE, NCCL],
+    "grad, at once": [*FSDP, "model.fsdp_sharding_strategy=grad", AT_ONCE],
     "ddp, NCCL": [NCCL],
     "zero1, NCCL": [*ZERO1, NCCL],
     "full, NCCL": [*FSDP, NCCL],
@@ -183,14 +183,21 @@ EIGHT: dict[str, list[str]] = {
 }
 LAYOUTS = {2: TWO, 4: FOUR, 8: EIGHT}
 DENSE = ["ddp", "zero1", "grad", "full", "tensor", "sequence", "p2p", "all_gather", "a2a", "pipeline"]
-GATHERS = ["zero1, overlapped", "zero1, overlapped, NCCL", "grad, overlapped"]
+GATHERS = ["zero1, at once", "zero1, at once, NCCL", "grad, at once"]
 OVERLAPS = ["overlap", "overlapped gathers", "overlapped scatters"]
 DISPATCHERS = [name for name in TWO if name.startswith("all") and name != "all_gather"]
 SOME = ["zero1", "full", "sequence", "p2p", "pipeline"]
 RUNS: dict[tuple[str, int], list[str]] = {
     ("gpt", 2): [*DENSE, *GATHERS, "ddp, NCCL", "zero1, NCCL", "full, NCCL", *OVERLAPS],
     ("one micro batch", 2): ["pipeline"],
-    ("deep", 2): ["interleaved", "grad", "full", *GATHERS],  # more layers than memory of gathered weights has slots
+    ("deep", 2): [
+        "interleaved",
+        "zero1",
+        "zero1, NCCL",
+        "grad",
+        "full",
+        *GATHERS,
+    ],  # more layers than memory of gathered weights has slots
     ("experts", 2): ["ddp", "zero1", "full", "sequence", "p2p", "all_gather", "a2a", "pipeline", *DISPATCHERS],
     ("t5", 2): [*(name for name in DENSE if name not in ("p2p", "pipeline")), "overlap", "t5 pipeline"],
     ("bert", 2): DENSE,

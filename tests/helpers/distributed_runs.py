@@ -189,6 +189,8 @@ def _train(directory: Path, ranks: Any, changes: dict[str, Any]) -> dict[str, An
         steps.append(sums)
         targets.append(int(batch.num_targets))
         skips = planted is not None and planted[1] == len(steps)
+        if skips:
+            module.wait_for_weights()  # as all that reads weights between steps
         state = {name: shard.local.clone() for name, shard in _state(module).items()} if skips else {}
         optimizer = module.unwrapped_optimizer
         here = planted[2:] if planted is not None and skips and planted[0] == ranks.rank else None

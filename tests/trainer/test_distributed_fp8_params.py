@@ -11,7 +11,7 @@ import pytest
 import torch
 from distributed_runs import DistributedRuns, records, tensors
 from test_distributed_fp8 import FP8, MOE, PIPELINE
-from test_distributed_parity import EMA, LAYOUTS, OPTIMIZERS, OVERLAP, T5, figures, step
+from test_distributed_parity import AT_ONCE, EMA, LAYOUTS, OPTIMIZERS, T5, figures, step
 from test_distributed_tensor_parallel import CONTEXT, EXPERT, SEQUENCE, TENSOR
 from tiers import extra, full_only
 
@@ -33,7 +33,7 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "uneven rows": (3, LAYOUTS["zero1"]),
     "grad": (2, LAYOUTS["grad"]),
     "ddp": (2, LAYOUTS["ddp"]),
-    "overlapped": (2, LAYOUTS["zero1"] | OVERLAP | EMA),
+    "at once": (2, LAYOUTS["zero1"] | AT_ONCE | EMA),
     "copy engines": (2, LAYOUTS["zero1"] | {"copy_engines": True}),
     "tensor": (2, TENSOR),
     "sequence, zero1": (4, SEQUENCE | LAYOUTS["zero1"]),

@@ -70,7 +70,7 @@ T5 = {
 """Two stacks of different layers and heads, two tables, a head bias, and cross-attention between them."""
 T5_MUON = {"model": T5["model"] | {"optim": {"name": "muon", "lr": 1e-2, "weight_decay": 0.1}}}
 EMA = {"exp_manager__ema": {"enable": True, "decay": 0.9}}
-OVERLAP = {"model__optim__overlap_param_sync": True}
+AT_ONCE, OVERLAP = ({"model__optim__overlap_param_sync": acts} for acts in (False, True))
 IN_TURN = {
     "trainer__val_check_interval": 3,
     "exp_manager__checkpoint_callback_params": {"every_n_train_steps": 2, "save_top_k": -1},
@@ -188,7 +188,7 @@ def test_weights_gathered_when_layers_need_them(runs, layout, changes, engines):
     number = f"{layout}-{len(changes)}-{engines}"
     alone, together = (
         runs.run(f"{name}-{number}", 2, copy_engines=engines, **LAYOUTS[layout], **changes, **IN_TURN, **more)
-        for name, more in (("at-once", {}), ("overlapped", OVERLAP))
+        for name, more in (("at-once", AT_ONCE), ("overlapped", {}))
     )
     kinds = ("model", "optimizer", *(["ema"] if "exp_manager__ema" in changes else []))
     for last in (2, 3):
@@ -197,17 +197,17 @@ def test_weights_gathered_when_layers_need_them(runs, layout, changes, engines):
 
 def test_callbacks_read_weights_that_are_gathered(runs):
     changes = ZERO1 | {"registers": "weight_reading_callback", "trainer__callbacks": ["reads_weights"]}
-    found = [runs.run(f"callback-{len(more)}", 2, **changes, **more) for more in ({}, OVERLAP)]
+    found = [runs.run(f"callback-{n}", 2, **changes, **more) for n, more in enumerate((AT_ONCE, {}, OVERLAP))]
     squares = [
         [json.loads(line)["squares"] for line in (each / "metrics.jsonl").read_text().splitlines() if "squares" in line]
         for each in found
     ]
     assert len(squares[0]) == 3
-    assert squares[1] == squares[0]
+    assert squares[2] == squares[1] == squares[0]
     warned = [
         "`overlap_param_sync` (True) has no effect with callbacks" in (each / "run.log").read_text() for each in found
     ]
-    assert warned == [False, True]
+    assert warned == [False, False, True]
 
 
 @full_only

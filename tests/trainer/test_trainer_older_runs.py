@@ -77,7 +77,7 @@ def test_its_configuration_is_valid_as_it_is(run: Path, name: str) -> None:
         f"model.{name}" for name in (*others, "num_micro_batches_with_partial_activation_checkpoints")
     )
     newer |= {"model.copy_engine_collectives": None, "model.fp32_residual_connection": False}
-    newer |= {"model.softmax_type": "vanilla", "model.optim.overlap_param_sync": False}
+    newer |= {"model.softmax_type": "vanilla", "model.optim.overlap_param_sync": None}
     newer |= {"model.native_amp_init_scale": 4294967296, "model.native_amp_growth_interval": 1000}
     newer |= {"model.hysteresis": 2}
     newer |= {"model.fp8": None, "model.fp8_recipe": None, "model.fp8_margin": 0, "model.fp8_e4m3": False}

@@ -47,6 +47,11 @@ class DataParallelLayout:
     shards_gradients: bool = False
 
     @property
+    def gathers_updates(self) -> bool:
+        """True if each rank updates a part of replicated weights, which are gathered then."""
+        return self.replicates_weights and self.shards > 1
+
+    @property
     def description(self) -> str:
         """Description of a rank's weights and optimizer state between steps, for the log."""
         if self.shards == 1:

@@ -142,13 +142,17 @@ class ResolvedRun:
 
     @property
     def overlaps_param_sync(self) -> bool:
-        """True if updated weights are gathered while the next forward pass runs (`overlap_param_sync`): not where all
-        are read at its start, to be cast to fp8, nor where layers are offloaded.
+        """True if updated weights are gathered while the next forward pass runs (`overlap_param_sync` not False): not
+        where all are read before its start, by callbacks, or to be cast to fp8, nor where layers are offloaded.
         """
-        sharded = self.layout is not None and self.layout.replicates_weights and self.layout.shards > 1
+        gathers = self.layout is not None and self.layout.gathers_updates
         casts = self.keeps_fp8_casts and not self.model.fp8_params
         moves = any(stack.offload and stack.offload.weights for stack in self.family.stacks)
-        return self.model.optim.overlap_param_sync and sharded and not casts and not moves
+        return (
+            self.model.optim.overlap_param_sync is not False
+            and gathers
+            and not (casts or moves or self.trainer.callbacks)
+        )
 
     def with_vocabulary(self, vocab_size: int) -> FamilySlice:
         """Return the slices of the model for the vocabulary of a tokenizer.

@@ -137,8 +137,8 @@ def build_training_loop(run: RunContext, state: TrainingState, seconds: float | 
 def _build_module(run: RunContext, state: TrainingState, schedule: BatchSchedule) -> LanguageModule:
     """Build the Lightning module with its dataloader."""
     keys, mesh = run.resolved.model, run.mesh
-    waits = bool(run.callbacks.callbacks)
-    if waits and run.resolved.overlaps_param_sync:
+    waits, layout = bool(run.callbacks.callbacks), run.resolved.layout
+    if waits and keys.optim.overlap_param_sync and layout is not None and layout.gathers_updates:
         run.logger.log(
             "warning: `overlap_param_sync` (True) has no effect with callbacks of your own: they may read weights "
             "after a step, so it waits until all are gathered"

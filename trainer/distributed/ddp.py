@@ -235,7 +235,10 @@ class ReplicatedDataParallel(DataParallel):
         if shards:
             gradients = [self._optimizer.take_gradient(parameter) for parameter in unit.parameters]
         elif first and last and (same_dtype or copy_engines is not None):  # copy engines send bf16 and sum in fp32
-            gradients = [parameter.grad for parameter in unit.parameters if parameter.grad is not None]
+            wide = [] if same_dtype else [each for each in unit.parameters if not _is_even(each, unit.ranks)]
+            widened = dict(zip(wide, self._optimizer.accumulate(wide), strict=True))
+            found = [widened.get(parameter, parameter.grad) for parameter in unit.parameters]
+            gradients = [gradient for gradient in found if gradient is not None]
         else:
             gradients = self._optimizer.accumulate(unit.parameters)
         if not shards and (not last or unit.ranks.world_size == 1):

@@ -107,9 +107,10 @@ class OptimBlock(ConfigBlock):
     adjust_lr_fn: Literal["match_rms_adamw", "original"] = extension_field("match_rms_adamw")
     """muon: update scale. `match_rms_adamw` matches the RMS of AdamW's updates, so one `lr` fits all parameters;
     `original` is sqrt(rows / columns) for tall matrices."""
-    overlap_param_sync: bool = False
+    overlap_param_sync: bool | None = None
     """With a distributed optimizer, or `fsdp_sharding_strategy: grad`: gather updated weights while the next forward
-    pass runs, in which each layer waits for its own."""
+    pass runs, in which each layer waits for its own; false: before it begins; null: true, unless something reads all
+    weights before it."""
     kwargs: OpenBlock = extension_field({})
     """Settings of an optimizer of your own."""
     sched: SchedBlock = block_default(SchedBlock)
