@@ -209,6 +209,9 @@ def _train(directory: Path, ranks: Any, changes: dict[str, Any]) -> dict[str, An
         deferred_copies.install()
     if changes.pop("copy_engines", False):
         _use_copy_engines(directory)
+    if changes.pop("traced", False):  # split into forward and backward graphs, but run by plain operations
+        torch.compile = partial(torch.compile, backend="aot_eager")
+        changes["model__compile"] = True
     if changes.pop("late", False):
         train_loop.is_async = lambda device: True
     expert_load.has_matplotlib = lambda: False  # drawing a figure takes longer than the run

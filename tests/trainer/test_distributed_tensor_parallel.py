@@ -144,3 +144,7 @@ def test_expert_parallel_ranks_equal_one_process(runs, model, dispatcher, layout
 def test_experts_of_tensor_parallel_ranks_equal_one_process(runs):
     compare(runs, "replicated", "moe", 2, SEQUENCE)
     compare(runs, "shared", "moe", 4, SEQUENCE | EXPERT | {"model__tensor_model_parallel_size": 4})
+
+
+def test_experts_of_compiled_layers_equal_one_process(runs):
+    compare(runs, "compiled", "moe", 2, EXPERT | LAYOUTS["full"] | {"traced": True})
