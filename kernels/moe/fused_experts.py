@@ -33,11 +33,12 @@ from .tile_map import Tiles
 
 @dataclass(frozen=True)
 class _Rows:
-    """Rows of a call and the backend of their matmuls."""
+    """Rows of a call and the backend of their matmuls; with `in_order` row r is token r."""
 
     order: Tensor
     ends: Tensor
     topk: int
+    in_order: bool
     by_torch: bool
     dtype: torch.dtype
     widths: tuple[int, ...]
@@ -49,11 +50,11 @@ class _Rows:
 
     def operand(self, tokens: Tensor) -> Tensor:
         """Return tokens (T, K) as an operand: gathered for torch's matmuls, unchanged for ours, which gather."""
-        return triton_gather(tokens, self.order, self.topk) if self.by_torch else tokens
+        return triton_gather(tokens, self.order, self.topk) if self.by_torch and not self.in_order else tokens
 
     def token_matmul(self, operand: Tensor, matrices: Tensor) -> Tensor:
         """Multiply the rows of an `operand` by the matrices (E, K, N) of their experts."""
-        if self.by_torch:
+        if self.by_torch or self.in_order:
             return self.row_matmul(operand, matrices)
         options: Any = {"order": self.order, "topk": self.topk}
         return triton_grouped_matmul(operand, matrices, self.ends, self.tiles, **options)[0]
@@ -68,13 +69,15 @@ class _Rows:
         """Sum left^T right over the rows of each expert; `gather` says which of both comes from `operand`."""
         if self.by_torch:
             return torch_grouped_mm(left.t(), right, offs=self.ends).contiguous()
-        options: Any = {"order": self.order, "topk": self.topk, "gather": gather}
+        options: Any = {} if self.in_order else {"order": self.order, "topk": self.topk, "gather": gather}
         return triton_grouped_outer(left, right, self.ends, self.tiles, **options)
 
 
-def _make_rows(order: Tensor, ends: Tensor, topk: int, up: Tensor, down: Tensor, backend: str) -> _Rows:
+def _make_rows(order: Tensor, ends: Tensor, places: Tensor, up: Tensor, down: Tensor, backend: str) -> _Rows:
     by_torch = resolve_backend(backend, down, *up.shape[1:], down.shape[2]) == "torch"
-    return _Rows(order, ends, topk, by_torch, down.dtype, tuple(down.shape[1:]))
+    in_order = not len(order)
+    order = places.flatten() if in_order else order
+    return _Rows(order, ends, places.shape[1], in_order, by_torch, down.dtype, tuple(down.shape[1:]))
 
 
 @torch.library.custom_op("stoker::moe_experts", mutates_args=())
@@ -100,7 +103,7 @@ def _experts(
             0, up.shape[1]
         )
     hidden = hidden.contiguous()
-    rows = _make_rows(order, ends, places.shape[1], up, down, backend)
+    rows = _make_rows(order, ends, places, up, down, backend)
     if rows.by_torch and up_bias is None:
         projected = rows.token_matmul(rows.operand(hidden), up.transpose(1, 2))
         inner = apply_activation(projected, nonlinearity, gated, None)
@@ -110,7 +113,7 @@ def _experts(
             up.transpose(1, 2),
             ends,
             rows.tiles,
-            order=order,
+            order=None if rows.in_order else order,
             topk=rows.topk,
             bias=up_bias,
             activation=nonlinearity,
@@ -124,11 +127,11 @@ def _experts(
 @_experts.register_fake
 def _(
     hidden: Tensor, gates: Tensor, up: Tensor, down: Tensor, up_bias: Tensor | None, down_bias: Tensor | None,
-    experts: Tensor, order: Tensor, *others: Any,
+    experts: Tensor, order: Tensor, ends: Tensor, places: Tensor, *others: Any,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     residual: Tensor | None = others[-1]
     output = (hidden if residual is None else residual).new_empty(hidden.shape)
-    return output, hidden.new_empty(order.shape[0], up.shape[1])
+    return output, hidden.new_empty(places.numel(), up.shape[1])
 
 
 @torch.library.custom_op("stoker::moe_experts_backward", mutates_args=())
@@ -162,11 +165,11 @@ def _experts_backward(
         projected_gradient = gradient.new_empty(0) if frozen else projected.clone()
         return hidden.clone(), gates.clone(), projected_gradient, down_gradient, down_bias_gradient
     gradient = gradient.contiguous()
-    rows = _make_rows(order, ends, places.shape[1], up, down, backend)
+    rows = _make_rows(order, ends, places, up, down, backend)
     operand = rows.operand(gradient)
     inner_gradient = rows.token_matmul(operand, down)
     projected_gradient, weighted, gate_gradient = activation_backward(
-        projected, inner_gradient, order, gates, gated=gated, nonlinearity=nonlinearity
+        projected, inner_gradient, rows.order, gates, gated=gated, nonlinearity=nonlinearity
     )
     del inner_gradient
     down_gradient = gradient.new_empty(0) if frozen else rows.outer(operand, weighted, gather="left")
@@ -180,7 +183,9 @@ def _experts_backward(
             dense_gates = torch.zeros(len(gradient), len(ends) + 1, device=gradient.device)
             dense_gates = dense_gates.scatter(1, torch.where(places >= 0, experts, len(ends)), gates.float())[:, :-1]
             down_bias_gradient = (dense_gates.t() @ gradient.float()).to(down_bias.dtype)
-    hidden_gradient = triton_combine(rows.row_matmul(projected_gradient, up), None, places)
+    hidden_gradient = rows.row_matmul(projected_gradient, up)
+    if not rows.in_order:
+        hidden_gradient = triton_combine(hidden_gradient, None, places)
     if frozen:
         projected_gradient = gradient.new_empty(0)
     return hidden_gradient, gate_gradient.to(gates.dtype), projected_gradient, down_gradient, down_bias_gradient
@@ -212,12 +217,12 @@ def _up_gradients(
     """Return gradients of up and up_bias; empty for an absent bias."""
     if not len(hidden):
         return torch.zeros_like(up), hidden.new_zeros(0 if up_bias is None else up_bias.shape)
-    rows = _make_rows(order, ends, places.shape[1], up, down, backend)
+    rows = _make_rows(order, ends, places, up, down, backend)
     up_gradient = rows.outer(projected_gradient, rows.operand(hidden.contiguous()), gather="right")
     if up_bias is None:
         return up_gradient, hidden.new_empty(0)
     # the sum over rows as a product with ones
-    ones = projected_gradient.new_ones(1, 16).expand(len(order), 16)
+    ones = projected_gradient.new_ones(1, 16).expand(len(projected_gradient), 16)
     up_bias_gradient = triton_grouped_outer(projected_gradient, ones, ends, rows.tiles)[:, :, 0].contiguous()
     return up_gradient, up_bias_gradient
 
@@ -303,7 +308,10 @@ def fused_experts(
     backend: Backend,
     residual: Tensor | None,
 ) -> Tensor:
-    """`expert_mlp` without dropout, where Triton runs, with any `backend` of `grouped_matmul` but `loop`."""
+    """`expert_mlp` without dropout, where Triton runs, with any `backend` of `grouped_matmul` but `loop`.
+
+    The `order` of assignments is empty if row r is token r, as `places` say.
+    """
     return fused_experts_and_saved(hidden, experts, gates, weights, assignments, backend=backend, residual=residual)[0]
 
 

@@ -40,7 +40,9 @@ class MoEKeys(DenseStackKeys):
     """True: drop and pad, the same as `moe_pad_expert_input_to_capacity`; needs a `moe_expert_capacity_factor`."""
     moe_token_dispatcher_type: Literal["allgather", "alltoall", "alltoall_seq", "flex"] | None = None
     """How tokens are sent to experts on other ranks (`expert_model_parallel_size`): to these alone (`alltoall`,
-    `alltoall_seq`), or to all ranks (`allgather`); null: `alltoall`. `flex` is not supported."""
+    `alltoall_seq`), or to all ranks (`allgather`); null: `alltoall`. `flex`: in training to these alone, by a
+    kernel that writes into their memory, on GPUs of one host that read each other's; not with padding to the
+    capacity."""
     moe_per_layer_logging: bool = False
     """Log the losses and the load of each layer in addition to the means over layers."""
     moe_expert_capacity_factor: float | None = None
@@ -109,7 +111,7 @@ class MoESlice:
     pad_to_capacity: bool
     drop_policy: Literal["probs", "position"]
     implementation: Literal["grouped", "sequential"]
-    dispatcher: Literal["alltoall", "allgather"]
+    dispatcher: Literal["alltoall", "allgather", "flex"]
     pre_softmax: bool
     score: Literal["softmax", "sigmoid"]
     topk_scaling: float | None
@@ -173,6 +175,7 @@ def moe_slice(keys: MoEKeys) -> MoESlice | None:
     if keys.num_moe_experts is None or not has_experts(keys):
         return None
     topk, balancing = routing_of(keys)
+    dispatcher = keys.moe_token_dispatcher_type
     grouped = keys.moe_router_num_groups is not None and keys.moe_router_group_topk is not None
     return MoESlice(
         experts=keys.num_moe_experts,
@@ -185,7 +188,7 @@ def moe_slice(keys: MoEKeys) -> MoESlice | None:
         pad_to_capacity=keys.moe_pad_expert_input_to_capacity or keys.moe_token_dropping,
         drop_policy=keys.moe_token_drop_policy,
         implementation="sequential" if keys.moe_grouped_gemm is False else "grouped",
-        dispatcher="allgather" if keys.moe_token_dispatcher_type == "allgather" else "alltoall",
+        dispatcher="alltoall" if dispatcher in (None, "alltoall_seq") else dispatcher,
         pre_softmax=keys.moe_router_pre_softmax or needs_pre_softmax(keys),
         score=keys.moe_router_score_function,
         topk_scaling=keys.moe_router_topk_scaling_factor,

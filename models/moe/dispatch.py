@@ -21,9 +21,10 @@ from torch import Tensor
 from ...kernels.moe.assignments import Assignments, padded_assignments, sorted_assignments
 from ...kernels.moe.permute import combine_rows, gather_rows
 from ..parallel.expert import ExpertParallel, InFlight, all_gather, all_to_all, start
+from ..parallel.peer_exchange import ArrivedRows, give_back, send_to_peers
 from .router import Routing
 
-DispatcherName = Literal["alltoall", "allgather"]
+DispatcherName = Literal["alltoall", "allgather", "flex"]
 
 
 class ExpertInputs(NamedTuple):
@@ -88,6 +89,23 @@ class Dispatched(NamedTuple):
         return combine_rows(rows, None, self.places, self.order)
 
 
+class Arrived(NamedTuple):
+    """Tokens that are with their experts: see `Dispatched`."""
+
+    arrived: ArrivedRows
+
+    def receive(self, *, in_order: bool = False) -> ExpertInputs:
+        """Return the tokens; `in_order`: without the order of their rows, for `fused_experts`."""
+        rows, gates, dropout_rows, experts, assignments, _ = self.arrived
+        if in_order:
+            assignments = assignments._replace(order=assignments.order[:0])
+        return ExpertInputs(rows, experts, gates, None, None, dropout_rows, assignments)
+
+    def combine(self, rows: Tensor) -> Tensor:
+        """Return the sum of each token's expert outputs, (n, h), from the outputs of this rank's experts, (rows, h)."""
+        return give_back(rows, self.arrived.back)
+
+
 class Dispatcher(Protocol):
     """Start to send the tokens of this rank, (n, h), to the ranks of their experts.
 
@@ -103,7 +121,7 @@ class Dispatcher(Protocol):
         experts: int,
         pad: bool,
         dropout_rows: Tensor | None = None,
-    ) -> Dispatched:
+    ) -> Dispatched | Arrived:
         """Return the tokens on their way."""
         ...
 
@@ -172,7 +190,21 @@ def dispatch_all_gather(
     return Dispatched(rows, row_gates, local, here, capacity, sent_rows, arrivals)
 
 
+def dispatch_to_peers(
+    tokens: Tensor,
+    routing: Routing,
+    ranks: ExpertParallel,
+    experts: int,
+    pad: bool,
+    dropout_rows: Tensor | None = None,
+) -> Arrived:
+    """`Dispatcher` that writes a row for each assignment into the memory of the rank of its expert."""
+    chosen, gates = routing.assignment
+    return Arrived(send_to_peers(tokens, gates, chosen, routing.keep_mask, dropout_rows, ranks, experts))
+
+
 DISPATCHERS: dict[DispatcherName, Dispatcher] = {
     "alltoall": dispatch_all_to_all,
     "allgather": dispatch_all_gather,
+    "flex": dispatch_to_peers,
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Literal
 
 import torch
@@ -18,7 +19,8 @@ from ..layers.dropout import ACTIVATION, LayerDropout, require_dropout
 from ..layers.mlp import load_activation
 from ..parallel.expert import ExpertParallel
 from ..parallel.fp8 import Fp8Product, dense_weight
-from .dispatch import DISPATCHERS, Dispatched, DispatcherName, ExpertInputs
+from ..parallel.peer_exchange import PeerExchange
+from .dispatch import DISPATCHERS, Arrived, Dispatched, DispatcherName, ExpertInputs
 from .overlapped_experts import overlapped_experts
 from .router import Routing
 
@@ -38,10 +40,12 @@ class Experts(nn.Module):
         ranks: the expert-parallel ranks, of which this one holds its share of the experts; None: it holds all.
         fp8: how `up` and `down`, each as one matrix of all experts, are multiplied by in training; None: in the dtype
             of the tokens.
+        exchange: of `ranks`, for the dispatcher `flex` in training; None: it is `alltoall`.
     """
 
     ranks: ExpertParallel | None = None
     fp8: tuple[Fp8Product, Fp8Product] | None = None
+    exchange: PeerExchange | None = None
 
     def __init__(
         self,
@@ -92,7 +96,10 @@ class Experts(nn.Module):
         if torch.is_autocast_enabled(tokens.device.type):
             tokens = tokens.to(torch.get_autocast_dtype(tokens.device.type))
         rows = self._dropout_rows(routing, dropout)
-        sent = DISPATCHERS[self.dispatcher](tokens, routing, self.ranks, len(self.up), self.pad_to_capacity, rows)
+        dispatcher = self.dispatcher
+        if dispatcher == "flex" and (self.exchange is None or not self.training):  # of equal numbers of tokens only
+            dispatcher = "alltoall"
+        sent = DISPATCHERS[dispatcher](tokens, routing, self.ranks, len(self.up), self.pad_to_capacity, rows)
         added = None if beside is None else beside()
         output = sent.combine(self.compute_arriving(sent))
         return output if added is None else output + added
@@ -117,12 +124,19 @@ class Experts(nn.Module):
         drawn = require_dropout(dropout)
         return assignment_rows(drawn.keys[ACTIVATION], drawn.stream_tokens, routing.assignment.experts.shape[1])
 
-    def compute_arriving(self, sent: Dispatched) -> Tensor:
+    def compute_arriving(self, sent: Dispatched | Arrived) -> Tensor:
         """Return `compute` of tokens on their way."""
-        tokens, gates, dropout = sent.tokens, sent.gates, self.dropout if self.training else 0.0
+        is_fused = partial(
+            runs_fused,
+            nonlinearity=self.nonlinearity,
+            dropout=self.dropout if self.training else 0.0,
+            implementation=self.implementation,
+        )
         in_fp8 = self.fp8 is not None and self.training
-        fused = runs_fused(tokens.arriving, self.nonlinearity, dropout, self.implementation)
-        if sent.assignments is None or in_fp8 or not fused:
+        if isinstance(sent, Arrived):
+            return self.compute(sent.receive(in_order=is_fused(sent.arrived.rows) and not in_fp8))
+        tokens, gates = sent.tokens, sent.gates
+        if sent.assignments is None or in_fp8 or not is_fused(tokens.arriving):
             return self.compute(sent.receive())
         dtype = tokens.arriving.dtype  # not that of the weights under autocast
         up, down, up_bias, down_bias = (

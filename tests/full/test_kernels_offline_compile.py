@@ -40,6 +40,7 @@ REGISTERS = {
     "rotary_split_backward": 96,
     "scale": 64,
     "scaled_sum": 64,
+    "send_rows": 40,
     "sum": 200,
     "sum_of_squares": 80,
     "sum_of_squares_aligned": 32,
@@ -55,4 +56,6 @@ def test_kernels_compile_without_a_gpu_and_spill_nothing(compilers: ForkServer, 
     for row in rows:
         assert row["local"] == 0, row
         assert row["stack"] == 0, row
+        # where addresses are loaded, Triton does not know their alignment by itself
+        assert row["kernel"] != "send_rows" or not row["narrow_stores"], row
         assert row["registers"] <= REGISTERS[row["kernel"]], row

@@ -147,6 +147,9 @@ TWO: dict[str, list[str]] = {
     "alltoall, sequence": [*expert(), *sequence()],
     "allgather, sequence": [*expert("allgather"), *sequence()],
     "alltoall, p2p": [*expert(), *context("p2p")],
+    "flex": expert("flex"),
+    "flex, full": [*expert("flex"), *FSDP],
+    "flex, sequence": [*expert("flex"), *sequence()],
 }
 FOUR: dict[str, list[str]] = {
     "ddp": [],
@@ -171,6 +174,8 @@ FOUR: dict[str, list[str]] = {
     "allgather 2, zero1": [*expert("allgather"), *ZERO1],
     "alltoall 2, pipeline": [*expert(), *pipeline()],
     "alltoall, p2p, sequence": [*expert(ranks=4), *context("p2p"), *sequence()],
+    "flex": expert("flex", 4),
+    "flex 2, pipeline": [*expert("flex"), *pipeline()],
 }
 EIGHT: dict[str, list[str]] = {
     "ddp": [],
@@ -185,7 +190,7 @@ LAYOUTS = {2: TWO, 4: FOUR, 8: EIGHT}
 DENSE = ["ddp", "zero1", "grad", "full", "tensor", "sequence", "p2p", "all_gather", "a2a", "pipeline"]
 GATHERS = ["zero1, at once", "zero1, at once, NCCL", "grad, at once"]
 OVERLAPS = ["overlap", "overlapped gathers", "overlapped scatters"]
-DISPATCHERS = [name for name in TWO if name.startswith("all") and name != "all_gather"]
+DISPATCHERS = [name for name in TWO if name.startswith(("all", "flex")) and name != "all_gather"]
 SOME = ["zero1", "full", "sequence", "p2p", "pipeline"]
 RUNS: dict[tuple[str, int], list[str]] = {
     ("gpt", 2): [*DENSE, *GATHERS, "ddp, NCCL", "zero1, NCCL", "full, NCCL", *OVERLAPS],
@@ -207,15 +212,16 @@ RUNS: dict[tuple[str, int], list[str]] = {
     ("offload", 2): ["ddp", "zero1", "grad", "sequence"],
     ("offloaded optimizer", 2): ["zero1", "full", "tensor"],
     ("weights in fp8", 2): ["ddp", "zero1", "zero1, NCCL", "grad", "tensor", "pipeline"],
-    ("deep", 4): [name for name in FOUR if not name.startswith(("alltoall", "allgather", "t5", "a2a,"))],
+    ("deep", 4): [name for name in FOUR if not name.startswith(("alltoall", "allgather", "flex", "t5", "a2a,"))],
     ("t5", 4): ["t5 pipeline, sequence", "a2a, sequence", "hybrid"],
-    ("experts", 4): [name for name in FOUR if name.startswith(("alltoall", "allgather"))],
+    ("experts", 4): [name for name in FOUR if name.startswith(("alltoall", "allgather", "flex"))],
     ("deep", 8): [name for name in EIGHT if not name.startswith("alltoall")],
     ("experts", 8): ["alltoall 4, pipeline, sequence"],
 }
 COMPILED = {
     ("gpt", 2): ["ddp", "zero1", "grad", "full", "tensor", "sequence"],
     ("deep", 4): ["pipeline, tensor", "hybrid"],
+    ("experts", 2): ["alltoall, full", "flex, full"],
 }
 
 
@@ -316,7 +322,8 @@ def all_cases() -> list[Case]:
 
 def params() -> Iterator[object]:
     for case in all_cases():
-        missing = pytest.mark.skipif(case.ranks > RANKS, reason=f"needs {case.ranks} GPUs")
+        available = DEVICES if case.layout.startswith("flex") else RANKS
+        missing = pytest.mark.skipif(case.ranks > available, reason=f"needs {case.ranks} GPUs")
         name = f"{case.model}-{case.ranks} {case.layout}-{case.precision}"
         yield pytest.param(case, id=name, marks=[missing, pytest.mark.xdist_group(case.group)])
 

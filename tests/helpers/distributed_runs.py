@@ -15,6 +15,7 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -209,6 +210,11 @@ def _train(directory: Path, ranks: Any, changes: dict[str, Any]) -> dict[str, An
         deferred_copies.install()
     if changes.pop("copy_engines", False):
         _use_copy_engines(directory)
+    if changes.get("model__moe_token_dispatcher_type") == "flex":
+        _use_peer_memory(directory)
+    if changes.pop("traced", False):  # split into forward and backward graphs, but run by plain operations
+        torch.compile = partial(torch.compile, backend="aot_eager")
+        changes["model__compile"] = True
     if changes.pop("late", False):
         train_loop.is_async = lambda device: True
     expert_load.has_matplotlib = lambda: False  # drawing a figure takes longer than the run
@@ -240,6 +246,25 @@ def _use_copy_engines(directory: Path) -> None:
 
     copy_engine.SLOT_BYTES = 1 << 16
     training_state.build_collectives = build
+
+
+def _use_peer_memory(directory: Path) -> None:
+    """Exchange tokens of experts through memory of the host."""
+    from host_memory import HostMemory
+
+    from stoker.trainer.core import training_state
+
+    def find(ranks: Any, device: torch.device) -> Any:
+        first, numbers = ranks.all_gather_text(str(torch.distributed.get_rank()))[0], count()
+
+        def allocate(num_bytes: int) -> HostMemory:
+            folder = directory.with_name(f"{directory.name}.rows{first}-{next(numbers)}")
+            folder.mkdir(exist_ok=True)
+            return HostMemory(folder, ranks.rank, ranks.world_size, num_bytes)
+
+        return allocate
+
+    training_state.find_peer_memory = find
 
 
 @contextmanager

@@ -30,6 +30,7 @@ def cases(capability: int) -> list[tuple[str, Any, dict[str, str], dict[str, Any
     from stoker.kernels.lora import lora_forward as narrow_updates
     from stoker.kernels.lora import lora_gated_mlp, lora_grad
     from stoker.kernels.moe import counting_sort
+    from stoker.kernels.moe.peer_rows import send_kernel
     from stoker.kernels.optim import multi_tensor, sum_of_squares
     from stoker.kernels.optim.adamw_kernel import _adamw_kernel
     from stoker.kernels.scale_in_place import scale_kernel
@@ -144,10 +145,13 @@ def cases(capability: int) -> list[tuple[str, Any, dict[str, str], dict[str, Any
     summed |= dict.fromkeys(("pieces", "size", "second", "third", "width"), "i32")
     sort = {"experts_pointer": "*i64", "kept_pointer": "*i1", **dict.fromkeys(("size", "experts", "blocks"), "i32")}
     sort |= {f"{name}_pointer": "*i32" for name in ("counts", "sums", "order", "places")}
+    sent = {"rows_pointer": "*bf16", "targets_pointer": "*i32", "addresses_pointer": "*i64"}
+    sent |= dict.fromkeys(("offset", "capacity", "rows", "width"), "i32")
     sorting = {"HAS_KEPT": True, "BLOCK": counting_sort.BLOCK}
     return [
         ("count_assignments", counting_sort.count_kernel, sort, sorting | {"BINS": 256}, {"num_warps": 4}),
         ("place_assignments", counting_sort.place_kernel, sort, sorting, {"num_warps": 4}),
+        ("send_rows", send_kernel, sent, {"COPIES": 2, "SEGMENTS": 64, "BLOCK": 1024}, {"num_warps": 4}),
         *(
             forked_norm_of(width, again)
             for width in (256, 1024, rms_norm_residual.MAX_WIDTH)
@@ -304,11 +308,14 @@ def compiled(capabilities: Sequence[int] = CAPABILITIES, only: str = "") -> list
             # divisible by 16 as in launches with usual widths; other kernels meet their budgets for any width
             multiples = [n for n, p in enumerate(order) if signature.get(p, "fp32") != "fp32"]
             attributes = {
-                (n,): [["tt.divisibility", 16]] for n in multiples if name.startswith(("forked", "lora", "narrow"))
+                (n,): [["tt.divisibility", 16]]
+                for n in multiples
+                if name.startswith(("forked", "lora", "narrow", "send"))
             }
             source = ASTSource(fn=kernel, signature=order, constexprs=constants, attrs=attributes)
             program = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
             row = {"kernel": name, "capability": capability, "triton": triton.__version__}
+            row["narrow_stores"] = len(re.findall(r"st\.global\.b(?:8|16)\b", program.asm["ptx"]))
             rows.append(row | resources(program.asm["cubin"]) | {"shared": program.metadata.shared})
     return rows
 

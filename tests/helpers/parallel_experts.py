@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -218,6 +220,84 @@ def _compare_overlapped(rank: int, size: int, changes: dict[str, Any], options: 
     experts.compute_arriving = lambda sent: experts.compute(sent.receive())
     wanted = run(experts)
     return counts | {name: float((found[name] - wanted[name]).abs().max()) for name in wanted}
+
+
+def compare_peers(directory: str, size: int, cases: list[list[Any]]) -> list[dict[str, float]]:
+    """Run the layers of experts of `Experts` with `flex`, over memory of the host, on `size` ranks, several times each.
+
+    A case is [changes of `Experts`, options]: `dropped` assignments, `frozen` weights, `compile` to a graph, in `fp64`
+    without Triton's interpreter, and all assignments to the experts of one rank (`crowded`).
+
+    Returns:
+        The largest differences from `alltoall`.
+    """
+    return on_ranks(directory, size, partial(_compare_peers, Path(directory)), cases)
+
+
+def _compare_peers(
+    directory: Path, rank: int, size: int, changes: dict[str, Any], options: dict[str, Any]
+) -> dict[str, float]:
+    import torch.distributed as dist
+    from host_memory import HostMemory
+
+    from stoker.kernels.moe.routing import RoutingResult
+    from stoker.models.layers.compiling import configure_dynamo
+    from stoker.models.layers.dropout import LayerDropout
+    from stoker.models.moe.experts import Experts
+    from stoker.models.moe.router import Routing
+    from stoker.models.parallel.expert import ExpertParallel
+    from stoker.models.parallel.peer_exchange import _EXCHANGES, open_exchange
+
+    number, width = 4, 16
+    group = dist.distributed_c10d._get_default_group().group_name
+    folder = directory / "peers"
+
+    def allocate(num_bytes: int) -> HostMemory:
+        made = folder / str(sum(1 for _ in folder.glob(f"*.{rank}")))
+        made.with_suffix(f".{rank}").mkdir(parents=True)
+        made.mkdir(exist_ok=True)
+        return HostMemory(made, rank, size, num_bytes)
+
+    exchange = _EXCHANGES.get(group) or open_exchange(group, allocate, size)
+    dtype = torch.float64 if "fp64" in options else torch.float32
+    keys: dict[str, Any] = {
+        "nonlinearity": "silu", "gated": True, "bias": False, "dropout": 0.0, "pad_to_capacity": False,
+        "implementation": "sequential" if "fp64" in options else "triton",
+    }  # fmt: skip
+    worst: dict[str, float] = {}
+    generator = torch.Generator().manual_seed(rank)
+    both = [Experts(number // size, width, 32, **keys | changes, dispatcher=name) for name in ("flex", "alltoall")]
+    for experts in both:
+        experts.ranks, experts.exchange = ExpertParallel(rank, size, group), exchange
+        experts.to(dtype)
+        generator.manual_seed(rank)
+        for parameter in experts.parameters():
+            parameter.data.normal_(generator=generator)
+            parameter.requires_grad_("frozen" not in options)
+    configure_dynamo(traces_counts=True)
+    calls: list[Any] = [experts.forward for experts in both]
+    if "compile" in options:
+        calls[0] = torch.compile(both[0].forward, backend=options["compile"], fullgraph=True, dynamic=False)
+    for tokens in (12, 7, 20):
+        chosen = torch.rand(tokens, number, generator=generator).argsort(1)[:, :2].contiguous()
+        if "crowded" in options:
+            chosen = torch.arange(2).expand(tokens, 2).contiguous()
+        kept = torch.rand(tokens, 2, generator=generator) > 0.3 if "dropped" in options else None
+        hidden = torch.randn(tokens, width, generator=generator, dtype=dtype, requires_grad=True)
+        gates = torch.rand(tokens, 2, generator=generator, dtype=dtype, requires_grad=True)
+        outer = torch.randn(tokens, width, generator=generator, dtype=dtype)
+        found: list[tuple[Tensor, ...]] = []
+        for experts, call in zip(both, calls, strict=True):
+            places = torch.arange(tokens) + tokens * rank
+            dropout = LayerDropout(torch.arange(32).view(16, 2), places, places)
+            output = call(hidden, Routing(RoutingResult(chosen, gates), kept, None, hidden), dropout=dropout)
+            trained = [each for each in experts.parameters() if each.requires_grad]
+            gradients = torch.autograd.grad((output * outer).sum(), [hidden, gates, *trained])
+            found.append((output.detach(), *gradients))
+        for index, (own, other) in enumerate(zip(*found, strict=True)):
+            name = ("output", "hidden", "gates")[index] if index < 3 else "weights"
+            worst[name] = max(worst.get(name, 0.0), float((own - other).abs().max()))
+    return worst
 
 
 def _called(graph: Any) -> list[str]:

@@ -6,12 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from fork_server import ForkServer
+from host_memory import HostMemory
 from parallel_models import build
 from tiers import extra, full_only
 
 from stoker.models.parallel.collectives import TensorParallel
 from stoker.models.parallel.expert import ExpertParallel
+from stoker.models.parallel.peer_exchange import PeerExchange, memory_parts
 
 Case = tuple[dict[str, Any], dict[str, int], dict[str, Any]]
 MOE: dict[str, Any] = {
@@ -168,3 +171,33 @@ def test_compiled_layers_exchange_tokens_inside_their_graphs(forks: ForkServer, 
         assert differences.pop("experts") == 0.5
         assert differences.pop("fp32 statistics") < 1e-6
         assert all(value < 1e-12 for value in differences.values()), (case, differences)
+
+
+IN_MEMORY: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({}, {"dropped": True}),
+    ({"bias": True}, {"compile": "aot_eager", "dropped": True}),
+    ({"dropout": 0.3}, {"fp64": True, "dropped": True}),
+    ({"nonlinearity": "gelu", "gated": False}, {"fp64": True, "crowded": True}),
+    ({}, {"crowded": True, "frozen": True}),
+    *extra(({}, {"compile": "inductor"})),
+]
+
+
+@pytest.mark.parametrize("size", [2, *extra(4)])
+def test_rows_in_the_memory_of_other_ranks_are_the_same_bits(forks: ForkServer, tmp_path: Path, size: int) -> None:
+    found = forks.call("parallel_experts", "compare_peers", str(tmp_path), size, IN_MEMORY)
+    for case, differences in zip(IN_MEMORY, found, strict=True):
+        assert differences.keys() >= {"output", "hidden", "gates"}
+        assert not any(differences.values()), (case, differences)
+
+
+def test_results_that_a_rank_may_still_read_are_not_written(tmp_path: Path) -> None:
+    exchange, rows = PeerExchange(lambda size: HostMemory(tmp_path, 0, 1, size), 1), torch.randn(6, 4)
+    slots = torch.arange(6, dtype=torch.int32).view(3, 2)
+    exchange.reserve(memory_parts(1, 3, 2, 2, 16), rows)
+    waits = []
+    for _ in range(2):
+        total, _ = exchange.give_back(rows, None, slots.flatten(), slots)
+        torch.testing.assert_close(total, rows.view(3, 2, 4).sum(1))
+        waits.append(exchange._barriers)
+    assert waits == [1, 3], "the second time also before the rows are written"

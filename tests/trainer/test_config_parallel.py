@@ -8,6 +8,7 @@ from tiers import looped
 
 DEVICES = ["data=mock", "trainer.devices=8", "model.micro_batch_size=1"]
 MOE = ["model.num_moe_experts=8", "model.moe_router_topk=2", "model.global_batch_size=32"]
+PADDED = ["model.moe_pad_expert_input_to_capacity=true", "model.moe_expert_capacity_factor=1.0"]
 TENSOR, CONTEXT = "model.tensor_model_parallel_size", "model.context_parallel_size"
 SEQUENCE, OVERLAP = [f"{TENSOR}=2", "model.sequence_parallel=true"], "model.ub_tp_comm_overlap=true"
 PIPELINE, VIRTUAL = "model.pipeline_model_parallel_size", "model.virtual_pipeline_model_parallel_size"
@@ -33,9 +34,14 @@ EXPERT, COMM = "model.expert_model_parallel_size", "model.cp_comm_type"
         ([f"{EXPERT}=8", *MOE, "model.num_moe_experts=4"], EXPERT, "must divide `num_moe_experts` (4)"),
         ([f"{TENSOR}=2", *MOE], "model.sequence_parallel", "needs `sequence_parallel`"),
         (
-            [f"{EXPERT}=2", *MOE, "model.moe_token_dispatcher_type=flex"],
+            [f"{EXPERT}=2", *MOE, "model.moe_token_dispatcher_type=flex", "trainer.accelerator=cpu"],
             "model.moe_token_dispatcher_type",
-            "needs the kernels of DeepEP",
+            "needs GPUs, not `accelerator` (cpu)",
+        ),
+        (
+            [f"{EXPERT}=2", *MOE, *PADDED, "model.moe_token_dispatcher_type=flex"],
+            "model.moe_token_dispatcher_type",
+            "does not pad experts",
         ),
         ([f"{CONTEXT}=2", "model.peft.peft_scheme=ptuning"], CONTEXT, "does not support soft prompts"),
         (

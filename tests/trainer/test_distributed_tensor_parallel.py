@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from distributed_runs import DistributedRuns
 from test_distributed_parity import EMA, HYBRID, LAYOUTS, NO_BIAS, RAMP_UP, T5, check_equal
-from tiers import full_only
+from tiers import extra, full_only
 
 TENSOR = {"model__tensor_model_parallel_size": 2}
 SEQUENCE = TENSOR | {"model__sequence_parallel": True}
@@ -144,3 +144,21 @@ def test_expert_parallel_ranks_equal_one_process(runs, model, dispatcher, layout
 def test_experts_of_tensor_parallel_ranks_equal_one_process(runs):
     compare(runs, "replicated", "moe", 2, SEQUENCE)
     compare(runs, "shared", "moe", 4, SEQUENCE | EXPERT | {"model__tensor_model_parallel_size": 4})
+
+
+FLEX = {"model__moe_token_dispatcher_type": "flex", "trainer__accelerator": "auto"}
+"""Here through memory of the host."""
+
+
+@pytest.mark.parametrize("dispatcher", [FLEX, *extra({})])
+def test_experts_of_compiled_layers_equal_one_process(runs, dispatcher):
+    name = f"compiled-{len(dispatcher)}"
+    compare(runs, name, "moe", 2, EXPERT | dispatcher | LAYOUTS["full"] | {"traced": True})
+
+
+@full_only
+@pytest.mark.parametrize("layout", ["ddp", "zero1", "full", "grad"])
+@pytest.mark.parametrize("axes", [EXPERT, EXPERT | SEQUENCE, SEQUENCE | {"model__expert_model_parallel_size": 4}])
+def test_experts_of_four_ranks_reached_through_memory_equal_one_process(runs, layout, axes):
+    name = f"flex-{layout}-{'-'.join(str(value) for value in axes.values())}"
+    compare(runs, name, "moe", 4, axes | FLEX | LAYOUTS[layout])

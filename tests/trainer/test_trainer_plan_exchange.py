@@ -207,6 +207,18 @@ def test_inboxes_are_memory_outside_of_the_allocator() -> None:
     assert 0 < planned(*LLAMA, FSDP).memory.persistent.symmetric - INBOX - weights < 2048
 
 
+def test_tokens_of_experts_take_memory_outside_of_the_allocator() -> None:
+    keys = [*MOE, "model.expert_model_parallel_size=4"]
+    sizes = []
+    for dispatcher in ("alltoall", "flex"):
+        plan = planned(*keys, f"model.moe_token_dispatcher_type={dispatcher}", devices=4)
+        sizes.append(plan.memory.persistent.symmetric)
+    stack = plan.inputs.stacks[0]
+    rows, row = stack.residual_tokens * 2, stack.stack.hidden_size * 2
+    wanted = (4 + 1) * rows * (row + 3 * 8)
+    assert 0 < sizes[1] - sizes[0] - wanted < 4096, "counters and counts"
+
+
 def test_experts_that_ranks_share_are_exchanged_by_nccl() -> None:
     plan = planned(*MOE, "model.expert_model_parallel_size=2", devices=4)
     exchange = exchange_of(plan.inputs)

@@ -15,7 +15,9 @@ from ...kernels.fp8.delayed_scaling import DelayedScaling
 from ...models.build import TORCH_DTYPES, LanguageModel, ModelPlan
 from ...models.build import build_model as build_from_keys
 from ...models.fp8 import build_delayed_scaling, fp8_modules, keep_fp8_weights
+from ...models.moe.moe_layer import find_moe_layers
 from ...models.parallel.partition import PartAxis, names_elsewhere, partitions_of
+from ...models.parallel.peer_exchange import open_exchange
 from ...models.peft.apply import trainable_parameters
 from ...models.tensor_parallel import partial_gradients, reduce_partial_gradients
 from ..checkpoint.reader import BaseRecord, Checkpoint, RunState
@@ -24,7 +26,7 @@ from ..config.schema.exp_manager import EmaBlock
 from ..conversion.pretrained import PretrainedWeights, find_configured_pretrained
 from ..conversion.warm_start import load_pretrained_weights
 from ..device.determinism import attention_flags
-from ..distributed.copy_engine import build_collectives
+from ..distributed.copy_engine import build_collectives, find_peer_memory
 from ..distributed.data_parallel import DataParallel, grad_reduce_dtype
 from ..distributed.ddp import ReplicatedDataParallel
 from ..distributed.fsdp import ShardedDataParallel
@@ -78,6 +80,7 @@ def build_training_state(run: RunContext) -> TrainingState:
     start = initial_run_state(resolved, run.data, _base_record(run, base), run.attention_times)
     data_parallel = build_data_parallel(resolved, run.device, run.mesh)
     model = build_model(resolved, run.data.vocab_size, run.device, run.model_plan, data_parallel, run.mesh)
+    open_peer_exchange(model, run.mesh, run.device)
     with run.ranks.raise_on_all_ranks():
         _check_trained_parameters(run, model)
     if resumed is None:
@@ -157,6 +160,26 @@ def _resume(
     run.logger.log(f"resuming from {resumed.path}, {pluralize(state.consumed_samples, 'sample')} consumed")
     progress = ("step", "consumed_samples", "loop", "metrics")
     return start.model_copy(update={name: getattr(state, name) for name in progress})
+
+
+def open_peer_exchange(model: LanguageModel, mesh: Mesh, device: torch.device) -> None:
+    """Let experts with the dispatcher `flex` exchange tokens through the memory of the GPUs.
+
+    Raises:
+        UserError: the GPUs of the ranks that share the experts do not read each other's memory.
+    """
+    found = [layer.experts for layer in find_moe_layers(model).values() if layer.experts.dispatcher == "flex"]
+    if not found or mesh.experts is None or mesh.expert is None:
+        return
+    memory = find_peer_memory(mesh.experts, device)
+    if memory is None:
+        raise UserError(
+            "`model.moe_token_dispatcher_type` (flex) needs ranks of `model.expert_model_parallel_size` on one host, "
+            "whose GPUs read each other's memory; set model.moe_token_dispatcher_type=alltoall"
+        )
+    exchange = open_exchange(mesh.expert.group, memory, mesh.expert.size)
+    for experts in found:
+        experts.exchange = exchange
 
 
 def _check_trained_parameters(run: RunContext, model: LanguageModel) -> None:

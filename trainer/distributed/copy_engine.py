@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import ctypes
 import socket
-from collections.abc import Iterator, Sequence
-from functools import cache
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache, partial
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,7 @@ from torch import Tensor
 
 from ...kernels.sum_over_ranks import sum_over_ranks
 from ...models.parallel.overlap import devices_share_memory
+from ...models.parallel.peer_memory import COUNTER_BYTES, Memory
 from ..utils.errors import UserError
 from .process_group import DistributedContext
 
@@ -31,33 +32,6 @@ SLOTS = 2
 
 SLOT_BYTES = 128 << 20
 """Bytes of a piece from all ranks: the weights of a layer of 67 million parameters in bf16."""
-
-COUNTER_BYTES = 64
-"""Distance of two counters, so that no two writers share a sector of memory."""
-
-
-class Memory(Protocol):
-    """Memory of every rank of a group that all of them can write.
-
-    Attributes:
-        rank: rank in the group.
-        of_rank: memory of each rank, uint8.
-    """
-
-    rank: int
-    of_rank: list[Tensor]
-
-    def write(self, rank: int, offset: int, value: int) -> None:
-        """Write a counter (int32) into the memory of a rank after what the current stream has copied there."""
-        ...
-
-    def wait(self, offset: int, value: int) -> None:
-        """Make the current stream wait until a counter in the memory of this rank has reached a value."""
-        ...
-
-    def allocate(self, num_bytes: int) -> Memory:
-        """Return more memory of the same ranks, zeroed; a collective of these."""
-        ...
 
 
 class PeerMemory:
@@ -113,6 +87,18 @@ def _driver_function(name: str) -> Any:
     return function
 
 
+def find_peer_memory(ranks: DistributedContext, device: torch.device) -> Callable[[int], Memory] | None:
+    """Return what allocates memory of these ranks, of so many bytes each; None where their GPUs are not on one host and
+    read each other's memory. A collective of the ranks, like the allocation.
+    """
+    places = [text.rsplit(" ", 1) for text in ranks.all_gather_text(f"{socket.gethostname()} {device.index or 0}")]
+    devices = [int(index) for _, index in places]
+    one_host = len({host for host, _ in places}) == 1 and len(set(devices)) == len(devices)
+    if device.type == "cuda" and one_host and devices_share_memory(devices):
+        return partial(PeerMemory, ranks, device)
+    return None
+
+
 def build_collectives(
     ranks: DistributedContext, device: torch.device, asked: bool | None
 ) -> CopyEngineCollectives | None:
@@ -129,11 +115,9 @@ def build_collectives(
     """
     if asked is False or ranks.world_size == 1:
         return None
-    places = [text.rsplit(" ", 1) for text in ranks.all_gather_text(f"{socket.gethostname()} {device.index or 0}")]
-    devices = [int(index) for _, index in places]
-    one_host = len({host for host, _ in places}) == 1 and len(set(devices)) == len(devices)
-    if device.type == "cuda" and one_host and devices_share_memory(devices):
-        return CopyEngineCollectives(PeerMemory(ranks, device, CopyEngineCollectives.inbox_bytes(ranks.world_size)))
+    memory = find_peer_memory(ranks, device)
+    if memory is not None:
+        return CopyEngineCollectives(memory(CopyEngineCollectives.inbox_bytes(ranks.world_size)))
     if asked:
         raise UserError(
             "`model.copy_engine_collectives` (True) needs ranks with a GPU each, on one host, that read each other's "

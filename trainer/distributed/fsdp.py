@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import timedelta
+from typing import Any
 
 import torch
 from torch import nn
@@ -74,19 +75,23 @@ class ShardedDataParallel(DataParallel):
 
     def shard(self, model: LanguageModel) -> None:
         """Shard the parameters into DTensors."""
-        experts = [] if self.expert_mesh is None else [layer.experts for layer in find_moe_layers(model).values()]
         layers: list[nn.Module] = [layer for stack in get_stacks(model) for layer in stack.layers]
+        layer_of: dict[nn.Module, nn.Module] = {}
+        if self.expert_mesh is not None:
+            layer_of = {moe.experts: layer for layer in layers for moe in find_moe_layers(layer).values()}
         by_copy_engines: list[FSDPModule] = []
-        for module in (*experts, *layers, model):
+        for module in (*layer_of, *layers, model):
             rows = [each.shape[0] for each in module.parameters() if not isinstance(each, DTensor)]
             fully_shard(
                 module,
-                mesh=self.expert_mesh if module in experts else self.mesh,
+                mesh=self.expert_mesh if module in layer_of else self.mesh,
                 reshard_after_forward=self._reshards_root if module is model else True,
                 mp_policy=self._policy,
             )
             assert isinstance(module, FSDPModule)
-            if rows and module not in experts and all(number % self.layout.shards == 0 for number in rows):
+            if module in layer_of:
+                _move_hooks(module, layer_of[module])
+            elif rows and all(number % self.layout.shards == 0 for number in rows):
                 by_copy_engines.append(module)
             self._fsdp_modules.append(module)
         for part in self._fsdp_modules:
@@ -113,3 +118,12 @@ class ShardedDataParallel(DataParallel):
         """Free the gathered weights, which the next optimizer step makes stale."""
         for part in self._fsdp_modules:
             part.reshard()
+
+
+def _move_hooks(experts: FSDPModule, layer: nn.Module) -> None:
+    """Gather the weights of experts before their layer instead, which is compiled as one graph, without their hooks."""
+    state: Any = experts._get_fsdp_state()
+    state._pre_forward_hook_handle.remove()
+    state._post_forward_hook_handle.remove()
+    layer.register_forward_pre_hook(state._pre_forward, prepend=True, with_kwargs=True)
+    layer.register_forward_hook(state._post_forward)

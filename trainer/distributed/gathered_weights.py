@@ -19,8 +19,9 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import AllGatherResul
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
+from ...models.parallel.peer_memory import COUNTER_BYTES, Memory
 from ..optim.base_optimizer import Optimizer
-from .copy_engine import COUNTER_BYTES, CopyEngineCollectives, Memory
+from .copy_engine import CopyEngineCollectives
 from .data_parallel import HELD
 
 SLOTS = 3

@@ -36,6 +36,7 @@ class Mesh:
         expert_replicas: ranks that hold the same experts; None likewise.
         pipeline: ranks that share the layers; None for one.
         stages: process group of those.
+        experts: process group of `expert`; None likewise.
     """
 
     layout: ParallelLayout
@@ -48,6 +49,7 @@ class Mesh:
     expert_replicas: DistributedContext | None = None
     pipeline: PipelineParallel | None = None
     stages: DistributedContext = field(default_factory=DistributedContext)
+    experts: DistributedContext | None = None
 
     @property
     def counts_targets(self) -> bool:
@@ -95,14 +97,16 @@ def build_mesh(
     if layout.expert == 1:
         return Mesh(layout, data, replicas, losses, tensor, context, pipeline=pipeline, stages=stages)
     expert_replicas = _subgroup(layout.expert_data_groups(), ranks)
+    experts = _subgroup(layout.expert_groups(), ranks)
+    group: Any = experts.group
     expert = ExpertParallel(
         ranks.rank % layout.expert,
         layout.expert,
-        _group_name(layout.expert_groups(), ranks),
+        group.group_name,
         expert_replicas.rank,
         expert_replicas.world_size,
     )
-    return Mesh(layout, data, replicas, losses, tensor, context, expert, expert_replicas, pipeline, stages)
+    return Mesh(layout, data, replicas, losses, tensor, context, expert, expert_replicas, pipeline, stages, experts)
 
 
 class SharedParameters:

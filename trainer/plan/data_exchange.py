@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
+from ...models.layers.cost import StackInputs
+from ...models.parallel.peer_exchange import memory_parts
 from ..config.parameter_layout import DataParallelLayout
 from ..config.resolved_run import ResolvedRun
 from ..distributed.copy_engine import CopyEngineCollectives
@@ -89,7 +91,7 @@ def num_data_ranks(run: RunInputs) -> int:
 
 def symmetric_memory_bytes(run: RunInputs, layers: Sequence[int]) -> int:
     """Bytes of memory that other ranks read or write, outside of torch's allocator: the inbox of copy engines, weights
-    that FSDP2 gathers by them, and the buffers of `parallel.overlap`.
+    that FSDP2 gathers by them, the tokens of experts with the dispatcher `flex`, and the buffers of `parallel.overlap`.
 
     Args:
         run: inputs of the estimate.
@@ -102,9 +104,19 @@ def symmetric_memory_bytes(run: RunInputs, layers: Sequence[int]) -> int:
         if not layout.replicates_weights:
             others = run.counts.total - run.expert_parameters - sum(layers)
             num_bytes += GatheredWeights.num_bytes([each * width for each in layers], [others * width], ranks)
+    if mesh.expert > 1:
+        flex = (each for each in run.stacks if each.stack.moe is not None and each.stack.moe.dispatcher == "flex")
+        num_bytes += max((_flex_bytes(each) for each in flex), default=0)
     # a rank's share of the tokens, which others copy; two parts of a sum
     buffers = 2 if mesh.overlap_scatter else int(mesh.overlap_gather)
     return num_bytes + buffers * max(stack.residual_elements for stack in run.stacks) * run.widths.compute
+
+
+def _flex_bytes(inputs: StackInputs) -> int:
+    """Bytes of `PeerExchange`."""
+    moe, row = inputs.stack.moe, inputs.stack.hidden_size * inputs.widths.compute
+    assert moe is not None
+    return sum(memory_parts(inputs.mesh.expert, inputs.residual_tokens, moe.topk, moe.experts, row))
 
 
 def nccl_bytes(run: RunInputs) -> int:

@@ -113,7 +113,8 @@ def hierarchy_of_context_ranks_fits(context: RuleContext) -> Iterator[Finding]:
 
 
 def dispatcher_needs_expert_ranks(context: RuleContext) -> Iterator[Finding]:
-    """Dispatchers send tokens to experts on other ranks; `flex` needs kernels that stoker does not have."""
+    """Dispatchers send tokens to experts on other ranks; `flex` through the memory of GPUs, which a run checks."""
+    accelerator = context.root.trainer.accelerator
     ranks = context.root.model.expert_model_parallel_size
     for at, stack in keys_by_stack(context.root.model).items():
         path, name = f"model.{at}moe_token_dispatcher_type", stack.moe_token_dispatcher_type
@@ -125,9 +126,12 @@ def dispatcher_needs_expert_ranks(context: RuleContext) -> Iterator[Finding]:
                 "holds all experts, and no tokens are exchanged."
             )
             yield Finding.info((path,), message)
-        elif name == "flex":
-            message = "`moe_token_dispatcher_type` (flex) needs the kernels of DeepEP, which are not supported"
-            yield Finding.error((path, EXPERT), message, f"{path}=alltoall")
+        elif name == "flex" and accelerator in ("cpu", "mps"):
+            message = f"`moe_token_dispatcher_type` (flex) needs GPUs, not `accelerator` ({accelerator})"
+            yield Finding.error((path, "trainer.accelerator"), message, f"{path}=alltoall")
+        elif name == "flex" and (stack.moe_pad_expert_input_to_capacity or stack.moe_token_dropping):
+            message = "`moe_token_dispatcher_type` (flex) does not pad experts to their capacity"
+            yield Finding.error((path, f"model.{at}moe_pad_expert_input_to_capacity"), message, f"{path}=alltoall")
 
 
 def _mesh(context: RuleContext) -> ParallelLayout:

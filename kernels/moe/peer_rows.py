@@ -1,0 +1,99 @@
+"""Rows written into the memory of the ranks that read them: the all-to-all of experts on GPUs of one host.
+
+GPUs of one host read and write each other's memory, so that the kernel that would gather the rows to send stores them
+where they are read. Sizes: n tokens of a rank, k experts per token, R ranks. A target is rank * capacity + row, in the
+memory of that rank; -1 for none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..launch import jit, next_power_of_2, tl, triton
+
+_LARGEST_BLOCK = 2048
+_SEGMENTS = 64
+"""Parts of rows that are written side by side: rows sorted by rank would reach one rank after the other."""
+
+
+class Peers(NamedTuple):
+    """Memory of the ranks.
+
+    Attributes:
+        of_rank: memory of each rank, uint8, which this one can write.
+        addresses: its addresses, int64 (R,), on the device.
+        rank: this rank.
+        by_triton: the kernel runs; else its reference in PyTorch.
+    """
+
+    of_rank: Sequence[Tensor]
+    addresses: Tensor
+    rank: int
+    by_triton: bool
+
+    def part(self, rank: int, offset: int, dtype: torch.dtype, rows: int, width: int) -> Tensor:
+        """Return a tensor (rows, width) in the memory of a rank."""
+        return self.of_rank[rank][offset : offset + rows * width * dtype.itemsize].view(dtype).view(rows, width)
+
+
+# ---------------------------------------------------------------- reference
+
+
+def reference_send(peers: Peers, rows: Tensor, targets: Tensor, offset: int, capacity: int) -> None:
+    """Reference in plain PyTorch, with the arguments of `send_rows`."""
+    rows, targets = rows.repeat_interleave(targets.numel() // max(1, len(rows)), 0), targets.flatten()
+    for rank in range(len(peers.of_rank)):
+        own = (targets >= rank * capacity) & (targets < (rank + 1) * capacity)
+        peers.part(rank, offset, rows.dtype, capacity, rows.shape[1])[targets[own] - rank * capacity] = rows[own]
+
+
+# ---------------------------------------------------------------- Triton
+
+
+@jit(do_not_specialize=["rows"])  # changes from step to step
+def send_kernel(
+    rows_pointer, targets_pointer, addresses_pointer, offset, capacity, rows, width, COPIES: tl.constexpr,
+    SEGMENTS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Write one row per program, of (rows, width), to its COPIES targets."""
+    step = tl.cdiv(rows, SEGMENTS)
+    row = (tl.program_id(0) % SEGMENTS * step + tl.program_id(0) // SEGMENTS).to(tl.int64)
+    if row < rows:
+        for begin in range(0, width, BLOCK):
+            column = begin + tl.arange(0, BLOCK)
+            value = tl.load(rows_pointer + row * width + column, mask=column < width, other=0.0)
+            for copy in tl.static_range(COPIES):  # pyright: ignore[reportGeneralTypeIssues]
+                target = tl.load(targets_pointer + row * COPIES + copy)
+                used = target >= 0
+                address = tl.load(addresses_pointer + tl.where(used, target // capacity, 0)) + offset
+                # stores of 16 bytes: no pointer from an address is known to be aligned
+                out = tl.multiple_of(address.to(tl.pointer_type(rows_pointer.dtype.element_ty)), 16)
+                out += (target % capacity).to(tl.int64) * width
+                tl.store(out + column, value, mask=column < tl.where(used, width, 0))
+
+
+# ---------------------------------------------------------------- public function
+
+
+def send_rows(peers: Peers, rows: Tensor, targets: Tensor, offset: int, capacity: int) -> None:
+    """Write rows to their targets.
+
+    Args:
+        peers: the ranks.
+        rows: (rows, width).
+        targets: int32, the same number for each row.
+        offset: of a tensor (capacity, width) in the memory of each rank, in bytes, a multiple of 16.
+        capacity: its rows.
+    """
+    rows, (number, width) = rows.contiguous(), rows.shape
+    if not peers.by_triton:
+        reference_send(peers, rows, targets, offset, capacity)
+    elif number:
+        send_kernel[(_SEGMENTS * triton.cdiv(number, _SEGMENTS),)](
+            rows, targets, peers.addresses, offset, capacity, number, width, COPIES=targets.numel() // number,
+            SEGMENTS=_SEGMENTS, BLOCK=min(_LARGEST_BLOCK, next_power_of_2(width)), num_warps=4,
+        )  # fmt: skip

@@ -1,0 +1,34 @@
+"""Memory that the ranks of a group write to each other."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+COUNTER_BYTES = 64
+"""Distance of two counters, so that no two writers share a sector of memory."""
+
+
+class Memory(Protocol):
+    """Memory of every rank of a group that all of them can write.
+
+    Attributes:
+        rank: rank in the group.
+        of_rank: memory of each rank, uint8.
+    """
+
+    rank: int
+    of_rank: list[Tensor]
+
+    def write(self, rank: int, offset: int, value: int) -> None:
+        """Write a counter (int32) into the memory of a rank after what the current stream has written there."""
+        ...
+
+    def wait(self, offset: int, value: int) -> None:
+        """Make the current stream wait until a counter in the memory of this rank has reached a value."""
+        ...
+
+    def allocate(self, num_bytes: int) -> Memory:
+        """Return more memory of the same ranks, zeroed; a collective of these."""
+        ...
