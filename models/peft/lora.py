@@ -16,7 +16,7 @@ from ..config.peft import LoRASlice
 from ..layers.dropout import DropoutMask, require_dropout
 from ..layers.fused_linear import FusedLinear
 from ..layers.norm import LayerNorm, RMSNorm
-from ..moe.dispatch import Dispatched, ExpertInputs
+from ..moe.dispatch import Arrived, Dispatched, ExpertInputs
 from ..moe.experts import Experts
 from ..parallel.fp8 import Fp8Product, dense_weight
 from .added_parameters import PeftModule, init_matrix
@@ -176,7 +176,7 @@ class LoRAExperts(Experts, PeftModule):
         else:
             self.down_lora_a = self.down_lora_b = None
 
-    def compute_arriving(self, sent: Dispatched) -> Tensor:
+    def compute_arriving(self, sent: Dispatched | Arrived) -> Tensor:
         """Return `compute` of tokens on their way."""
         return self.compute(sent.receive())
 
