@@ -7,6 +7,7 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor
 
+from .fused_decoding import can_fuse_decode_step
 from .gpt import GPT
 from .kv_cache import CrossAttentionCache, KVCache, num_slots
 from .layer import Layer
@@ -70,6 +71,8 @@ class GPTDecoder:
         max_length += self._virtual_tokens
         self._cache = _build_cache(model.decoder, model.token_embedding.weight, batch_size, max_length)
         self._terms = _step_terms(model.decoder, max_length)
+        weight, layers = model.token_embedding.weight, model.decoder.layers
+        self._fused = not model.decoder.fp32_residual and can_fuse_decode_step(layers, batch_size, weight)
 
     @torch.no_grad()
     def prefill(self, tokens: Tensor, lengths: Tensor) -> Tensor:
@@ -98,7 +101,9 @@ class GPTDecoder:
             model.token_embedding(tokens[:, None]), model.position_embedding, positions
         )
         hidden = _scaled(embedded, model)
-        hidden = model.decoder.forward_cached(hidden, self._cache.layers, positions=positions, terms=self._terms)
+        hidden = model.decoder.forward_cached(
+            hidden, self._cache.layers, positions=positions, terms=self._terms, fused=self._fused
+        )
         return self._logits(hidden[:, 0])
 
     def reorder(self, rows: Tensor) -> None:

@@ -13,6 +13,7 @@ from ..kernels.attention.packed_sequences import PackedSequences
 from .config.dense_stack import AttentionSlice
 from .config.stack import StackSlice
 from .dispatch.attention_calls import CallKind
+from .fused_decoding import fused_decode_step
 from .kv_cache import CrossAttentionCache, LayerKVCache
 from .layer import Layer, build_layer, layer_weights
 from .layers.attention import Backends
@@ -238,6 +239,7 @@ class Stack(RecomputableModule):
         positions: Tensor | None,
         terms: ScoreBias | None,
         memories: Sequence[CrossAttentionCache] | None = None,
+        fused: bool = False,
     ) -> Tensor:
         """Run all layers with KV caches: prefill, or decode one token per sequence.
 
@@ -247,6 +249,7 @@ class Stack(RecomputableModule):
             positions: position ids, int64 (rows, tokens), required for a decode step; None counts each row from 0.
             terms: position-dependent terms added to the attention scores.
             memories: cached cross-attention keys and values of each layer of this rank; None in a stack without it.
+            fused: run a decode step with `fused_decode_step`, which must support the layers.
 
         Returns:
             (rows, tokens, hidden_size), after the final norm.
@@ -255,6 +258,7 @@ class Stack(RecomputableModule):
             self.tensor_parallel.shards_tokens = False
         rotary = None if self.rotary is None else self.rotary(hidden.shape[1] if positions is None else positions)
         step = self._compiled_step if hidden.shape[1] == 1 and self._compiled_step is not None else _run_layer_cached
+        step = fused_decode_step if fused else step
         hidden = self._to_residual(hidden)
         hidden = hidden if self.relay is None else self.relay.receive(hidden)
         for number, layer in enumerate(self.layers):  # numbers in the caches

@@ -18,7 +18,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..launch import INTERPRETED, jit, next_power_of_2, rounded, tl, triton_runs_on
+from ..launch import (
+    INTERPRETED,
+    jit,
+    next_power_of_2,
+    rounded,
+    tl,
+    triton_runs_on,
+)
 from .flash.portable.tile import LOG2E, dot
 
 MAX_SPLITS = 64
@@ -68,6 +75,21 @@ class DecodeInputs(NamedTuple):
     softcap: float = 0.0
 
 
+class Append(NamedTuple):
+    """One new token per sequence, which the kernel appends to the cache before it attends.
+
+    `DecodeInputs.query` is then its projection (rows, heads + 2 groups, head_dim): all query heads, then all key
+    groups, then all value groups, before the rotary embedding. It gets the slot position % slots.
+
+    Attributes:
+        cos_sin: see `kv_append.apply_rotary_and_append_kv`.
+        interleaved: likewise.
+    """
+
+    cos_sin: tuple[Tensor, Tensor, Tensor, Tensor] | None
+    interleaved: bool
+
+
 # ---------------------------------------------------------------- reference
 
 
@@ -114,22 +136,62 @@ def reference_decode_attention(inputs: DecodeInputs) -> Tensor:
 
 
 @jit
+def load_rotated(
+    head_pointers, channel, mask, cosine_pointer, sine_pointer, angle, HALF: tl.constexpr, INTERLEAVED: tl.constexpr
+):
+    """Return channels of heads after the rotary embedding of the first 2 HALF, whose angles start at `angle`."""
+    values = tl.load(head_pointers + channel, mask=mask, other=0.0)
+    if HALF > 0:
+        rotated = channel < 2 * HALF
+        if INTERLEAVED:
+            pair, first = channel // 2, channel % 2 == 0
+            other_channel = tl.where(first, channel + 1, channel - 1)
+        else:
+            pair, first = channel % HALF, channel < HALF
+            other_channel = tl.where(first, channel + HALF, channel - HALF)
+        cosine = tl.load(cosine_pointer + angle + pair, mask=rotated, other=1.0)
+        sine = tl.load(sine_pointer + angle + pair, mask=rotated, other=0.0)
+        other = tl.load(head_pointers + other_channel, mask=mask & rotated, other=0.0)
+        rotation = values.to(cosine.dtype) * cosine + tl.where(first, -sine, sine) * other.to(cosine.dtype)
+        # channels without rotary embedding keep their bits: no round trip through another dtype
+        values = tl.where(rotated, rounded(rotation, values.dtype), values)
+    return values
+
+
+@jit
+def score_exponent(product, scale, softcap, HAS_SOFTCAP: tl.constexpr):
+    """Return the exponent in base 2 of scaled and capped scores."""
+    if HAS_SOFTCAP:
+        # tanh(x) = 1 - 2 / (exp(2 x) + 1) needs no library call and saturates at -1 and 1 without overflow
+        tanh = 1.0 - 2.0 / (tl.exp2(product * (scale / softcap * 2.0 * LOG2E)) + 1.0)
+        exponent = tanh * (softcap * LOG2E)
+    else:
+        exponent = product * (scale * LOG2E)
+    return exponent
+
+
+@jit
 def split_kernel(
     q_pointer, k_pointer, v_pointer, out_pointer, lse_pointer,
     positions_pointer, lengths_pointer, distance_pointer, slopes_pointer, sinks_pointer,
+    cosine_pointer, sine_pointer, key_cosine_pointer, key_sine_pointer,
     stride_qr, stride_qh, heads, groups, heads_per_group, rows_per_memory, slots, left_window, chunk, reach,
     scale, softcap,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr,
     HAS_LENGTHS: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_CHUNK: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     HAS_DISTANCE: tl.constexpr, HAS_SLOPE: tl.constexpr, HAS_SINK: tl.constexpr, ACCUMULATE: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, APPEND: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
     """Each program processes the query heads of one group of one row over one of SPLITS parts of its keys.
 
     q: (rows, heads, HEAD_DIM). k, v: (memories, groups, slots, HEAD_DIM or VALUE_DIM). out: (rows, heads, VALUE_DIM),
     or with SPLITS > 1 fp32 (rows, heads, SPLITS, VALUE_DIM), with lse: fp32 (rows, heads, SPLITS), base 2. positions:
     int64 (rows,). lengths: int64 (memories,). distance: (heads, 2 reach + 1). slopes, sinks: (heads,).
+
+    APPEND: q is the projection of one token per row, (rows, heads + 2 groups, HEAD_DIM), its queries, keys and values
+    before the rotary embedding with the angles cosine, sine, key_cosine, key_sine: (rows, HALF). The program whose part
+    contains the token's slot writes it to the cache.
     """
     row = tl.program_id(0) // groups
     group = tl.program_id(0) % groups
@@ -152,13 +214,21 @@ def split_kernel(
     head_mask = member < heads_per_group
     head = group * heads_per_group + member
     channel_mask = channel < HEAD_DIM
-    q_offset = row.to(tl.int64) * stride_qr + head[:, None] * stride_qh + channel[None, :]
-    q = tl.load(q_pointer + q_offset, mask=head_mask[:, None] & channel_mask[None, :], other=0.0)
+    q_row = q_pointer + row.to(tl.int64) * stride_qr
+    q_mask = head_mask[:, None] & channel_mask[None, :]
+    q_heads, q_channel = q_row + head[:, None] * stride_qh, channel[None, :]
+    q = load_rotated(q_heads, q_channel, q_mask, cosine_pointer, sine_pointer, row * HALF, HALF, INTERLEAVED)
     if HAS_SLOPE:
         slope = tl.load(slopes_pointer + head, mask=head_mask, other=0.0).to(ACCUMULATE) * LOG2E
     cache_row = (memory.to(tl.int64) * groups + group) * slots
     value_channel = tl.arange(0, BLOCK_V)
     value_mask = value_channel < VALUE_DIM
+    if APPEND:
+        new_key = load_rotated(
+            q_row + (heads + group) * stride_qh, channel, channel_mask, key_cosine_pointer, key_sine_pointer,
+            row * HALF, HALF, INTERLEAVED,
+        )  # fmt: skip
+        new_value = tl.load(q_row + (heads + groups + group) * stride_qh + value_channel, mask=value_mask, other=0.0)
 
     maximum = tl.full((BLOCK_H,), float("-inf"), ACCUMULATE)
     total = tl.zeros((BLOCK_H,), ACCUMULATE)
@@ -167,9 +237,27 @@ def split_kernel(
         maximum = tl.where(split == 0, sink, maximum)
         total = tl.where(split == 0, 1.0, total)
     accumulator = tl.zeros((BLOCK_H, BLOCK_V), ACCUMULATE)
+    if APPEND:  # from registers: the slot may be read before it is written
+        new_slot = position % slots
+        if (begin <= new_slot) & (new_slot < end):
+            tl.store(k_pointer + (cache_row + new_slot) * HEAD_DIM + channel, new_key, mask=channel_mask)
+            tl.store(v_pointer + (cache_row + new_slot) * VALUE_DIM + value_channel, new_value, mask=value_mask)
+            own_exponent = score_exponent(
+                tl.sum(q.to(ACCUMULATE) * new_key.to(ACCUMULATE)[None, :], 1), scale, softcap, HAS_SOFTCAP
+            )
+            if HAS_DISTANCE:
+                own_bias = tl.load(distance_pointer + head * (2 * reach + 1) + reach, mask=head_mask, other=0.0)
+                own_exponent += own_bias.to(ACCUMULATE) * LOG2E
+            own_maximum = tl.maximum(maximum, own_exponent)
+            own_weight = tl.exp2(own_exponent - own_maximum)
+            total = total * tl.exp2(maximum - own_maximum) + own_weight
+            accumulator += own_weight[:, None] * new_value.to(ACCUMULATE)[None, :]
+            maximum = own_maximum
     for start in tl.range(begin, end, BLOCK_N):
         slot = start + tl.arange(0, BLOCK_N)
         visible = slot < end
+        if APPEND:
+            visible = visible & (slot != new_slot)
         if HAS_LENGTHS:
             distance = slot - position
         else:
@@ -182,12 +270,7 @@ def split_kernel(
         k = tl.load(k_pointer + k_offset, mask=visible[:, None] & channel_mask[None, :], other=0.0)
         v = tl.load(v_pointer + v_offset, mask=visible[:, None] & value_mask[None, :], other=0.0)
         product = dot(q, tl.trans(k), tl.zeros((BLOCK_H, BLOCK_N), ACCUMULATE), PRECISION)
-        if HAS_SOFTCAP:
-            # tanh(x) = 1 - 2 / (exp(2 x) + 1) needs no library call and saturates at -1 and 1 without overflow
-            tanh = 1.0 - 2.0 / (tl.exp2(product * (scale / softcap * 2.0 * LOG2E)) + 1.0)
-            exponent = tanh * (softcap * LOG2E)
-        else:
-            exponent = product * (scale * LOG2E)
+        exponent = score_exponent(product, scale, softcap, HAS_SOFTCAP)
         if HAS_DISTANCE:
             clipped = tl.minimum(tl.maximum(distance, -reach), reach) + reach
             bias_offset = head[:, None] * (2 * reach + 1) + clipped[None, :]
@@ -258,20 +341,40 @@ def num_splits(programs: int, slots: int, processors: int) -> int:
     return next_power_of_2(splits + 1) // 2 if splits > 1 else 1
 
 
-def triton_decode_attention(inputs: DecodeInputs, splits: int | None = None) -> Tensor:
+def triton_decode_attention(inputs: DecodeInputs, splits: int | None = None, append: Append | None = None) -> Tensor:
     """Launch the kernels; `splits` is a power of two, None for the number that fills the GPU."""
+    out, lse = launch_split_kernel(inputs, splits, append)
+    return out if lse is None else combine(out, lse, inputs.query.dtype)
+
+
+def launch_split_kernel(
+    inputs: DecodeInputs, splits: int | None = None, append: Append | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """Return the output of `decode_attention` and None, or outputs of parts of the keys and their log-sum-exp.
+
+    Args:
+        inputs: inputs of the attention; with `append` as described there.
+        splits: number of parts, a power of two; None for the number that fills the GPU.
+        append: the tokens that the kernel appends to the cache first; None if it contains them.
+
+    Returns:
+        The output (rows, heads, value_dim) and None; or in fp32 (fp64) the outputs of the parts, (rows, heads, splits,
+        value_dim), and their log-sum-exp in base 2, (rows, heads, splits).
+    """
     query, key, value, positions, scale, lengths, distance_bias, alibi_slopes, sinks, left_window, chunk, softcap = (
         inputs
     )
     rows, heads, head_dim = query.shape
     memories, groups, slots, _ = key.shape
+    heads -= 0 if append is None else 2 * groups
     value_dim = value.shape[3]
+    tables = (None,) * 4 if append is None or append.cos_sin is None else append.cos_sin
+    cosine, sine, key_cosine, key_sine = (None if table is None else table.contiguous() for table in tables)
     accumulate = torch.promote_types(query.dtype, torch.float32)
     if splits is None:
         splits = num_splits(rows * groups, slots, _multiprocessors(query.device))
     query = query if query.stride(-1) == 1 else query.contiguous()
-    out = query.new_empty(rows, heads, value_dim)
-    parts, lse = out, None
+    parts, lse = query.new_empty(rows, heads, value_dim), None
     if splits > 1:
         parts = query.new_empty(rows, heads, splits, value_dim, dtype=accumulate)
         lse = query.new_empty(rows, heads, splits, dtype=accumulate)
@@ -288,6 +391,10 @@ def triton_decode_attention(inputs: DecodeInputs, splits: int | None = None) -> 
         distance_pointer=None if distance_bias is None else distance_bias.contiguous(),
         slopes_pointer=None if alibi_slopes is None else alibi_slopes.contiguous(),
         sinks_pointer=None if sinks is None else sinks.contiguous(),
+        cosine_pointer=cosine,
+        sine_pointer=sine,
+        key_cosine_pointer=key_cosine,
+        key_sine_pointer=key_sine,
         stride_qr=query.stride(0),
         stride_qh=query.stride(1),
         heads=heads,
@@ -316,13 +423,28 @@ def triton_decode_attention(inputs: DecodeInputs, splits: int | None = None) -> 
         HAS_SINK=sinks is not None,
         ACCUMULATE=tl.float64 if accumulate == torch.float64 else tl.float32,
         PRECISION="ieee" if exact else "tf32",
+        APPEND=append is not None,
+        HALF=0 if cosine is None else cosine.shape[1],
+        INTERLEAVED=append is not None and append.interleaved,
         **LAUNCH_OPTIONS,
         num_stages=2,
     )
-    if lse is not None:
-        combine_kernel[(rows * heads,)](
-            parts, lse, out, HEAD_DIM=value_dim, BLOCK_D=block_v, SPLITS=splits, **LAUNCH_OPTIONS
-        )
+    return parts, lse
+
+
+def combine(parts: Tensor, lse: Tensor, dtype: torch.dtype) -> Tensor:
+    """Combine what `launch_split_kernel` returns to the output (rows, heads, value_dim) of `dtype`."""
+    rows, heads, splits, value_dim = parts.shape
+    out = parts.new_empty(rows, heads, value_dim, dtype=dtype)
+    combine_kernel[(rows * heads,)](
+        parts,
+        lse,
+        out,
+        HEAD_DIM=value_dim,
+        BLOCK_D=max(16, next_power_of_2(value_dim)),
+        SPLITS=splits,
+        **LAUNCH_OPTIONS,
+    )
     return out
 
 

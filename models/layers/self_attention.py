@@ -7,12 +7,13 @@ from typing import Unpack
 import torch
 from torch import Tensor, nn
 
-from ...kernels.attention.decode import DecodeInputs, decode_attention
+from ...kernels.attention.decode import Append, DecodeInputs, decode_attention, triton_decode_attention
 from ...kernels.attention.dispatch import BackendSelection
 from ...kernels.attention.inputs import AttentionInputs
 from ...kernels.attention.kv_append import apply_rotary_and_append_kv
 from ...kernels.fp8.operands import Source
 from ...kernels.fused_qkv_rope import fused_qkv_rope
+from ...kernels.launch import triton_runs_on
 from ...kernels.rope import apply_rotary
 from ..config.dense_stack import AttentionSlice
 from ..config.stack import StackSlice
@@ -116,6 +117,18 @@ class SelfAttention(Attention):
 
     def _decode(self, projected: Tensor, context: LayerContext, cache: LayerKVCache) -> Tensor:
         """Append one token per sequence, (rows, heads + 2 groups, head_dim), to the KV cache; attend to all of it."""
+        inputs, append = self.decode_inputs(projected, context, cache)
+        if triton_runs_on(projected) and not torch.compiler.is_compiling():
+            return triton_decode_attention(inputs, append=append)
+        query = apply_rotary_and_append_kv(
+            inputs.query, cache.key, cache.value, cache.lengths, append.cos_sin, interleaved=append.interleaved
+        )
+        return decode_attention(inputs._replace(query=query))
+
+    def decode_inputs(
+        self, projected: Tensor, context: LayerContext, cache: LayerKVCache
+    ) -> tuple[DecodeInputs, Append]:
+        """Return the inputs of a decode step that appends the projection of one token per sequence to the KV cache."""
         if self.query_norm is not None and self.key_norm is not None:
             query, key, value = projected.split((self.heads, self.groups, self.groups), dim=1)
             projected = torch.cat((self.query_norm(query), self.key_norm(key), value), dim=1)
@@ -123,22 +136,19 @@ class SelfAttention(Attention):
         if rotary is not None:
             key_cosine, key_sine = rotary.for_keys()
             tables = rotary.cosine[:, 0], rotary.sine[:, 0], key_cosine[:, 0], key_sine[:, 0]
-        query = apply_rotary_and_append_kv(
-            projected, cache.key, cache.value, cache.lengths, tables, interleaved=self.rotary_interleaved
-        )
         inputs = DecodeInputs(
-            query,
+            projected,
             cache.key,
             cache.value,
             cache.positions,
             scale=self.scale,
             distance_bias=None if terms is None else terms.distance_bias,
             alibi_slopes=None if terms is None else terms.alibi_slopes,
-            sinks=self._sinks(query),
+            sinks=self._sinks(projected),
             left_window=-1 if self.window is None else self.window[0],
             softcap=self.softcap,
         )
-        return decode_attention(inputs)
+        return inputs, Append(tables, self.rotary_interleaved)
 
     def _split_and_rotate(self, projected: Tensor, rotary: RotaryTables | None) -> tuple[Tensor, Tensor, Tensor]:
         """Split (batch, tokens, heads + 2 groups, head_dim) into normed and rotated queries, keys, and values."""

@@ -85,6 +85,19 @@ def test_steps_give_what_the_whole_text_gives(case: str, compiled: bool, dtype: 
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("case", [case for case in CASES if case != "experts"])
+def test_fused_steps_give_what_the_whole_text_gives(case: str) -> None:
+    model, text = gpt(torch.bfloat16, **CASES[case]), drawn(1, LENGTH)
+    whole, decoder = model(text)[0], GPTDecoder(model, 1, LENGTH)
+    assert decoder._fused
+    logits = decoder.prefill(text[:, :250], torch.tensor([250], device="cuda"))
+    for place in range(250, LENGTH):
+        assert errors(logits[0], whole[place - 1]) < 5e-2
+        with forbid_device_sync() if place > 255 else nullcontext():
+            logits = decoder.step(text[:, place])
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_t5_writes_what_the_whole_text_gives(compiled: bool) -> None:
     stack = SMALL | {"position_embedding_type": "relative"}

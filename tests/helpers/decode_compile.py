@@ -18,11 +18,12 @@ TYPES = {
     "positions_pointer": "*i64", "lengths_pointer": "*i64", "lse_pointer": "*fp32", "distance_pointer": "*fp32",
     "slopes_pointer": "*fp32", "sinks_pointer": "*fp32", "parts_pointer": "*fp32", "cosine_pointer": "*fp32",
     "sine_pointer": "*fp32", "key_cosine_pointer": "*fp32", "key_sine_pointer": "*fp32", "scale": "fp32",
-    "softcap": "fp32",
+    "softcap": "fp32", "epsilon": "fp32",
 }  # fmt: skip
 OPTIONAL = {
     "distance_pointer": "HAS_DISTANCE", "slopes_pointer": "HAS_SLOPE", "sinks_pointer": "HAS_SINK",
-    "lengths_pointer": "HAS_LENGTHS",
+    "lengths_pointer": "HAS_LENGTHS", "bias_pointer": "HAS_BIAS", "residual_pointer": "HAS_RESIDUAL",
+    "gain_pointer": "NORM",
 }  # fmt: skip
 
 
@@ -42,7 +43,8 @@ def variants(which: str) -> Iterator[Variant]:
     yield Variant("split", 128, "bf16", 8, 90)
     yield Variant("split", 64, "bf16", 1, 80, ("HAS_LENGTHS", "HAS_DISTANCE"))
     yield Variant("sum", 128, "bf16", 64, 90)
-    yield Variant("append", 128, "bf16", 1, 90)
+    yield Variant("split", 128, "bf16", 4, 90, ("APPEND",))
+    yield Variant("linear", 2048, "bf16", 0, 90, ("NORM", "GATED"))
     if which == "few":
         return
     for capability in CAPABILITIES:
@@ -57,7 +59,11 @@ def variants(which: str) -> Iterator[Variant]:
         ):
             yield Variant("split", 128, "bf16", 16, capability, flags)
         yield Variant("sum", 256, "bf16", 64, capability)
-        yield Variant("append", 80, "fp32", 1, capability, ("INTERLEAVED",))
+        yield Variant("split", 128, "bf16", 4, capability, ("APPEND",))
+        yield Variant("linear", 2048, "bf16", 4, capability, ("HAS_RESIDUAL",))
+        yield Variant("linear", 5632, "bf16", 0, capability, ("HAS_RESIDUAL", "HAS_BIAS"))
+        yield Variant("linear", 2048, "bf16", 0, capability, ("NORM", "HAS_BIAS"))
+        yield Variant("split", 80, "fp32", 1, capability, ("APPEND", "INTERLEAVED"))
 
 
 def compile_variant(variant: Variant) -> dict[str, Any]:
@@ -65,9 +71,12 @@ def compile_variant(variant: Variant) -> dict[str, Any]:
     import torch
     import triton.language as tl
 
-    from stoker.kernels.attention import decode, kv_append
+    from stoker.kernels import decode_linear
+    from stoker.kernels.attention import decode
 
-    kernels = {"split": decode.split_kernel, "sum": decode.combine_kernel, "append": kv_append.append_kernel}
+    kernels = {
+        "split": decode.split_kernel, "sum": decode.combine_kernel, "linear": decode_linear.decode_linear_kernel,
+    }  # fmt: skip
     kernel = kernels[variant.kind]
     dtype = torch.float32 if variant.dtype == "fp32" else torch.bfloat16
     values: dict[str, Any] = {name: name in variant.flags for name in kernel.arg_names if name.startswith("HAS_")}
@@ -79,23 +88,34 @@ def compile_variant(variant: Variant) -> dict[str, Any]:
         "BLOCK_H": 16,
         "BLOCK_N": decode.keys_per_tile(variant.width, dtype),
         "SPLITS": variant.splits,
-        "HEADS": 16,
-        "GROUPS": 4,
         "HALF": variant.width // 2,
         "INTERLEAVED": "INTERLEAVED" in variant.flags,
         "ACCUMULATE": tl.float32,
+        "APPEND": "APPEND" in variant.flags,
         "PRECISION": "tf32" if variant.dtype == "fp32" else "ieee",
     }
+    more: dict[str, dict[str, int]] = {"split": {"num_stages": 2}}
+    if variant.kind == "linear":
+        gated = "GATED" in variant.flags
+        tile = decode_linear.choose_tile(variant.width, gated=gated, combines=variant.splits > 0)
+        values |= {"INPUTS": variant.width, "BLOCK_N": tile.outputs, "BLOCK_K": tile.inputs, "UNROLL": tile.unroll}
+        values |= {"NORM": "NORM" in variant.flags, "ZERO_CENTERED": False, "GATED": gated, "HEAD_DIM": 128}
+        values["ACTIVATION"] = "silu" if gated else None
+        more["linear"] = {"num_warps": tile.warps}
     values |= {name: None for name, flag in OPTIONAL.items() if not values.get(flag, True)}
-    if variant.splits == 1 and variant.kind == "split":
+    if variant.splits <= 1 and variant.kind in ("split", "linear"):
         values["lse_pointer"] = None
+    if variant.kind == "split" and not values["APPEND"]:
+        values |= dict.fromkeys(("cosine_pointer", "sine_pointer", "key_cosine_pointer", "key_sine_pointer"))
+        values["HALF"] = 0
+    if variant.kind == "linear" and variant.splits:
+        TYPES["input_pointer"] = "*fp32"
     chosen = {name: value for name, value in values.items() if name in kernel.arg_names}
-    more: dict[str, dict[str, int]] = {"split": {"num_stages": 2}, "append": {"num_warps": 1}}
     row, code = compile_kernel(
         kernel,
         lambda name: TYPES.get(name, f"*{variant.dtype}" if name.endswith("_pointer") else "i32"),
         chosen,
-        lambda name: name.startswith("stride_"),
+        lambda name: name.startswith("stride_") or name == "outputs",
         variant.capability,
         decode.LAUNCH_OPTIONS | more.get(variant.kind, {}),
     )

@@ -260,16 +260,17 @@ def test_arguments_that_do_not_fit_are_named(name: str, value: Any) -> None:
 # ---------------------------------------------------------------- GPUs that are not here
 
 """Bytes of shared memory a program may have."""
-REGISTERS = {"split": 168, "sum": 80, "append": 48}
+REGISTERS = {"split": 168, "sum": 80, "linear": 168}
 """At most; recorded with Triton 3.9.0 and 3.6.0."""
 
 
 def assert_within_budget(rows: list[dict[str, Any]]) -> None:
     for row in rows:
-        assert 2 * row["shared"] <= SHARED_MEMORY[row["capability"]], f"two programs on a processor: {row}"
+        programs = 1 if row["kind"] == "linear" else 2
+        assert programs * row["shared"] <= SHARED_MEMORY[row["capability"]], f"programs on a processor: {row}"
         assert row["local"] == row["stack"] == 0, row
         assert row["registers"] <= REGISTERS[row["kind"]], row
-        assert row["wide_loads"] >= 8 or row["kind"] == "append", f"16 bytes at a time: {row}"
+        assert row["wide_loads"] >= 8, f"16 bytes at a time: {row}"
 
 
 @full_only

@@ -1,4 +1,4 @@
-"""Rotary embedding and KV cache append of a new token: Triton against plain torch."""
+"""Rotary embedding and KV cache append of a new token, alone and in the kernel of its attention."""
 
 from __future__ import annotations
 
@@ -9,11 +9,15 @@ import torch
 from tiers import cases, looped
 from torch import Tensor
 
+from stoker.kernels.attention.decode import (
+    Append,
+    DecodeInputs,
+    reference_decode_attention,
+    triton_decode_attention,
+)
 from stoker.kernels.attention.kv_append import (
     RotaryTables,
     apply_rotary_and_append_kv,
-    reference_apply_rotary_and_append_kv,
-    triton_apply_rotary_and_append_kv,
 )
 from stoker.kernels.launch import HAS_TRITON
 from stoker.kernels.rope import apply_rotary, rotary_table, xpos_table
@@ -66,23 +70,35 @@ def test_keys_and_values_go_where_they_belong(kind: str, interleaved: bool) -> N
         assert (value_cache[row, :, others] == 8).all()
 
 
+def appended(kind: str, interleaved: bool, dtype: torch.dtype, splits: int | None, device: str = "cpu") -> None:
+    """Compare a decode attention that appends the token itself with the plain version of both."""
+    projected, made = randn(ROWS, HEADS + 2 * GROUPS, WIDTH, dtype=dtype).to(device), angles(kind, torch.float32)
+    wide = torch.promote_types(dtype, torch.float32)
+    on_device: Any = None if made is None else tuple(table.to(device, wide) for table in made)
+    lengths, results = LENGTHS.to(device), []
+    for fused in (True, False):
+        key, value = (cache.to(device) for cache in caches(dtype))
+        key[0, :, 1:] = value[0, :, 1:] = torch.nan  # never written
+        inputs = DecodeInputs(projected, key, value, lengths - 1, 0.3, left_window=SLOTS - 1)
+        if fused:
+            out = triton_decode_attention(inputs, splits, Append(on_device, interleaved))
+        else:
+            query = apply_rotary_and_append_kv(projected, key, value, lengths, on_device, interleaved=interleaved)
+            out = reference_decode_attention(inputs._replace(query=query))
+        results.append((out, key, value))
+    tolerance = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 8e-3}[dtype]
+    for mine, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=tolerance, atol=tolerance, equal_nan=True)
+
+
 @interpreted
 @pytest.mark.parametrize("kind", cases(["none", "whole", "part", "xpos"], fast=2))
+@pytest.mark.parametrize("splits", [1, 2])
 @pytest.mark.parametrize(
     ("interleaved", "dtype"), [(False, torch.float64), (True, torch.float32), (False, torch.bfloat16)]
 )
-def test_triton_is_plain_torch(kind: str, interleaved: bool, dtype: torch.dtype) -> None:
-    projected = randn(ROWS, HEADS + 2 * GROUPS, 2 * WIDTH, dtype=dtype)[..., :WIDTH]  # heads apart from each other
-    made = angles(kind, torch.promote_types(dtype, torch.float32))
-    results = []
-    for function in (reference_apply_rotary_and_append_kv, triton_apply_rotary_and_append_kv):
-        key_cache, value_cache = caches(dtype)
-        results.append(
-            (function(projected, key_cache, value_cache, LENGTHS, made, interleaved), key_cache, value_cache)
-        )
-    tolerance = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 8e-3}[dtype]
-    for mine, theirs in zip(results[1], results[0], strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=tolerance, atol=tolerance)
+def test_attention_appends_the_token(kind: str, interleaved: bool, dtype: torch.dtype, splits: int) -> None:
+    appended(kind, interleaved, dtype, splits)
 
 
 GOOD: dict[str, Any] = {
@@ -113,18 +129,10 @@ def test_arguments_that_do_not_fit_are_named(name: str, value: Any) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["none", "whole", "part", "xpos"])
+@pytest.mark.parametrize("splits", [None, 1, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_on_a_gpu(kind: str, dtype: torch.dtype) -> None:
-    projected, made = randn(ROWS, HEADS + 2 * GROUPS, WIDTH, dtype=dtype).cuda(), angles(kind, torch.float32)
-    on_device: Any = None if made is None else tuple(table.cuda() for table in made)
-    results = []
-    for function in (reference_apply_rotary_and_append_kv, triton_apply_rotary_and_append_kv):
-        key_cache, value_cache = (cache.cuda() for cache in caches(dtype))
-        query = function(projected, key_cache, value_cache, LENGTHS.cuda(), on_device, False)
-        results.append((query, key_cache, value_cache))
-    tolerance = {torch.float32: 1e-6, torch.bfloat16: 8e-3}[dtype]
-    for mine, theirs in zip(results[1], results[0], strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=tolerance, atol=tolerance)
+def test_attention_appends_the_token_on_a_gpu(kind: str, dtype: torch.dtype, splits: int | None) -> None:
+    appended(kind, kind == "part", dtype, splits, "cuda")
 
 
 @pytest.mark.gpu

@@ -10,18 +10,25 @@ from gpt_builder import build_gpt
 from tiers import cases
 from torch import Tensor
 
+from stoker.kernels.attention import decode
 from stoker.kernels.attention.flags import AttentionFlags
+from stoker.kernels.launch import HAS_TRITON
+from stoker.models import incremental_decoding
 from stoker.models.build import build_model
 from stoker.models.config.batch_shape import BatchSpec
 from stoker.models.config.gpt import GPTKeys
 from stoker.models.config.peft import PromptSlice
 from stoker.models.config.t5 import T5Keys
+from stoker.models.fused_decoding import is_plain
 from stoker.models.gpt import GPT
 from stoker.models.incremental_decoding import GPTDecoder, T5Decoder, kv_cache_bytes
 from stoker.models.kv_cache import KVCache
+from stoker.models.layer import Layer
+from stoker.models.layers.fp8_linear import Fp8Linear
 from stoker.models.t5 import T5
 
 VOCAB, SLOTS = 41, 40
+interpreted = pytest.mark.skipif(not HAS_TRITON, reason="Triton has no build for this platform")
 SMALL: dict[str, Any] = {
     "num_layers": 2, "hidden_size": 24, "ffn_hidden_size": 32, "num_attention_heads": 4, "hidden_dropout": 0.0,
     "attention_dropout": 0.0, "init_method_std": 0.3, "relative_attention_num_buckets": 8,
@@ -164,6 +171,69 @@ def test_slots_beyond_the_positions_are_refused() -> None:
         GPTDecoder(gpt(), 1, SLOTS + 2)
     with pytest.raises(ValueError, match=r"^`rows`"):
         T5Decoder(t5({}, {}), 3, 4, 5, rows_per_encoding=2)
+
+
+FUSED: dict[str, dict[str, Any]] = {
+    "llama": {"position_embedding_type": "rope", "num_query_groups": 2, "activation": "swiglu", "bias": False},
+    "parallel_bias": {
+        "position_embedding_type": "rope", "transformer_block_type": "parallel_ln", "rotary_percentage": 0.5,
+        "activation": "geglu",
+    },
+    "xpos_interleaved": {"position_embedding_type": "xpos", "rotary_interleaved": True, "num_query_groups": 1},
+    "window_softcap": {
+        "position_embedding_type": "alibi", "window_size": [5, 0], "attn_logit_softcapping": 5.0,
+        "transformer_block_type": "parallel_ln",
+    },
+    "normed_heads_sinks": {
+        "position_embedding_type": "kerple", "qk_layernorm": True, "softmax_type": "learnable",
+        "layernorm_zero_centered_gamma": True,
+    },
+}  # fmt: skip
+
+
+@torch.no_grad()
+@interpreted
+@pytest.mark.parametrize("case", cases(FUSED, fast=2))
+@pytest.mark.parametrize("parts", [4, 16])
+def test_fused_steps_give_what_the_whole_text_gives(case: str, parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer in five kernels, interpreted; many parts of the keys are combined by a kernel of their own."""
+    monkeypatch.setattr(incremental_decoding, "can_fuse_decode_step", lambda layers, *_: all(map(is_plain, layers)))
+    monkeypatch.setattr(decode, "num_splits", lambda *_: parts)
+    model, text = gpt(**{"normalization": "rmsnorm"} | FUSED[case]), drawn(1, SLOTS)
+    decoder = GPTDecoder(model, 1, SLOTS)
+    assert decoder._fused
+    logits = decoder.prefill(text[:, :9], torch.tensor([9]))
+    for length in range(9, 14):
+        same(logits, model(text[:, :length])[:, -1])
+        logits = decoder.step(text[:, length])
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"normalization": "layernorm"}, {"transformer_block_type": "post_ln"}, {"headscale": True},
+        {"transformer_block_type": "normformer"}, MOE, {"activation": "own_mish-glu"},
+    ],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.usefixtures("own_components")
+def test_other_layers_are_not_fused(changes: dict[str, Any]) -> None:
+    layer = next(iter(gpt(**{"normalization": "rmsnorm"} | changes).decoder.layers))
+    assert isinstance(layer, Layer)
+    assert not is_plain(layer)
+
+
+def test_adapted_hooked_and_training_layers_are_not_fused() -> None:
+    layer = next(iter(gpt(normalization="rmsnorm").decoder.layers))
+    assert isinstance(layer, Layer)
+    assert is_plain(layer)
+    assert not is_plain(layer.train())
+    hook = layer.eval().attention.output.register_forward_hook(lambda *_: None)
+    assert not is_plain(layer)
+    hook.remove()
+    assert is_plain(layer)
+    layer.attention.qkv = Fp8Linear(24, 24)
+    assert not is_plain(layer)
 
 
 T5_CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {

@@ -198,13 +198,15 @@ class DecodeLoop:
 
     def _sample(self, logits: Tensor) -> None:
         """Sample tokens into the input buffer of the next step."""
-        column = self._count.clamp(max=self._uniforms.shape[1] - 1)
-        numbers = self._uniforms.index_select(1, column)[:, 0]
+        numbers = self._uniforms[:, 0]
+        if self._sampling.temperature > 0:
+            column = self._count.clamp(max=self._uniforms.shape[1] - 1)
+            numbers = self._uniforms.index_select(1, column)[:, 0]
+            self._count.add_(1)
         tokens = self._sampling.sample(logits.to(self._sampling_device), numbers, self._seen)
         if self._seen is not None:
             self._seen.scatter_(1, tokens.clamp(min=0)[:, None], True)
         self._tokens.copy_(tokens)
-        self._count.add_(1)
 
     def _send(self, number: int) -> _Pending:
         """Start copying the tokens to the host, alternating between two buffers."""
