@@ -229,16 +229,19 @@ def _save_gradients(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Ten
     ctx.has_bias = inputs[7] is not None
 
 
+def scale_saved(gradients: tuple[Tensor, ...], loss_gradient: Tensor) -> tuple[Tensor, ...]:
+    """Return gradients that the forward pass has saved times that of the loss; in their memory where it can be."""
+    if not can_scale_in_place(gradients[0]):
+        return tuple(reference_scale(gradient, loss_gradient) for gradient in gradients)
+    for gradient in gradients:
+        triton_scale_(gradient, loss_gradient)
+    # a second backward pass raises autograd's version error instead of scaling the gradients twice
+    torch.autograd.graph.increment_version(gradients)
+    return gradients
+
+
 def _scale_gradients(ctx: Any, loss_gradient: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-    gradients: tuple[Tensor, ...] = ctx.saved_tensors
-    if can_scale_in_place(gradients[0]):
-        for gradient in gradients:
-            triton_scale_(gradient, loss_gradient)
-        # a second backward pass raises autograd's version error instead of scaling the gradients twice
-        torch.autograd.graph.increment_version(gradients)
-    else:
-        gradients = tuple(reference_scale(gradient, loss_gradient) for gradient in gradients)
-    hidden_gradient, weight_gradient, bias_gradient = gradients
+    hidden_gradient, weight_gradient, bias_gradient = scale_saved(ctx.saved_tensors, loss_gradient)
     if ctx.frozen:
         return (hidden_gradient, *(None,) * 12)
     return (hidden_gradient, weight_gradient, *(None,) * 5, bias_gradient if ctx.has_bias else None, *(None,) * 5)

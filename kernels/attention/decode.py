@@ -18,14 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..launch import (
-    INTERPRETED,
-    jit,
-    next_power_of_2,
-    rounded,
-    tl,
-    triton_runs_on,
-)
+from ..launch import INTERPRETED, jit, next_power_of_2, rounded, tl, triton_runs_on
 from .flash.portable.tile import LOG2E, dot
 
 MAX_SPLITS = 64

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...kernels.cross_entropy import chunked_logits_bytes, default_chunk_tokens, run_chunks
+from ...kernels.cross_entropy import default_chunk_tokens, run_chunks, scale_saved
 from ...kernels.vocabulary_part import EXPONENTIALS, LARGEST, SUM, TARGET, part_gradient, part_statistics
 from .collectives import TensorParallel
 from .traffic import Collective
@@ -60,11 +60,7 @@ class _VocabularyParallelLoss(torch.autograd.Function):
             with_gradient=needs_hidden or needs_weight or needs_bias,
             denominator=denominator,
         )
-        ctx.save_for_backward(
-            ranks.sum(results.hidden) if needs_hidden else None,
-            results.weight if needs_weight else None,
-            results.bias if needs_bias else None,
-        )
+        ctx.save_for_backward(ranks.sum(results.hidden) if needs_hidden else results.hidden, *results[2:])
         total = torch.zeros((), dtype=torch.promote_types(hidden.dtype, torch.float32), device=hidden.device)
         for losses in results.losses:
             total += losses.sum()
@@ -72,9 +68,8 @@ class _VocabularyParallelLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        saved: tuple[Tensor | None, ...] = ctx.saved_tensors
-        scaled = (None if each is None else each * gradient.to(each.dtype) for each in saved)
-        return (*scaled, None, None, None, None)
+        scaled = zip(scale_saved(ctx.saved_tensors, gradient), ctx.needs_input_grad, strict=False)
+        return (*(each if needed else None for each, needed in scaled), None, None, None, None)
 
 
 def _loss_and_gradient(
@@ -161,19 +156,3 @@ def vocabulary_loss_traffic(
         Collective("tensor", "all-gather", 4 * tokens * ranks * accumulate, "forward", number=chunks),  # statistics
         Collective("tensor", "all-reduce", tokens * hidden * itemsize, "forward"),
     )
-
-
-def vocabulary_loss_bytes(
-    tokens: int, vocab: int, hidden: int, itemsize: int, *, frozen: bool, cuda: bool
-) -> tuple[int, int]:
-    """Return the peak bytes of the forward and of the backward pass of the loss; arguments as above.
-
-    Args:
-        frozen: the weight has no gradient.
-    """
-    kept = tokens * hidden * itemsize + (0 if frozen else vocab * hidden * itemsize)
-    product = 0 if frozen else vocab * hidden * itemsize
-    logits = chunked_logits_bytes(tokens, vocab, hidden, itemsize, product, cuda=cuda)
-    if not cuda:  # the logits in fp32, padded, their exponentials, and the gradient in fp32
-        logits += 4 * min(tokens, default_chunk_tokens(vocab, cuda=cuda)) * vocab * max(4, itemsize)
-    return tokens * hidden * 2 * itemsize + logits, 2 * kept

@@ -15,7 +15,6 @@ installed.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import statistics
 import subprocess
@@ -26,8 +25,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-import torch
-from rounds import append_row, print_tables, read_rows
+from rounds import append_row, machine, print_tables, read_rows
 
 MODEL = [
     *("model=gpt_125m", "data=mmap", "trainer=gpu", "model.encoder_seq_length=1024"),
@@ -98,8 +96,7 @@ def train(name: str, seed: int, steps: int, overrides: list[str], until: float) 
     size = max(1, len(losses) // 100)
     means = [round(statistics.mean(losses[first : first + size]), 5) for first in range(0, len(losses), size)]
     skipped = max((line.get("skipped_steps", 0) for line in lines), default=0)
-    row |= {"device": device, "torch": torch.__version__, "date": str(datetime.date.today())}
-    row |= {"losses": means, "skipped_steps": skipped}
+    row |= machine() | {"device": device, "losses": means, "skipped_steps": skipped}
     return row | {"seconds": round(time.monotonic() - started, 1)}
 
 

@@ -318,7 +318,7 @@ def served(case: Case, dtype: torch.dtype) -> Problem:
 
 @pytest.fixture
 def hopper_calls(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """What the gate answered, call by call."""
+    """Answers of the gate, call by call."""
     answers: list[bool] = []
     serves = ops.supports
 

@@ -67,7 +67,7 @@ def written_out(case: dict[str, Any], nonlinearity: str, gated: bool) -> np.ndar
 
 
 def value_and_gradients(case, dtype, **options) -> dict[str, torch.Tensor]:
-    """What `expert_mlp` gives, and the gradients of all that has one."""
+    """Return the output of `expert_mlp` and the gradients of all that has one."""
     case = dict(case)
     names = [name for name in FLOATS if case[name] is not None]
     for name in names:
@@ -211,7 +211,7 @@ def test_dropped_tokens_reach_nothing(implementation):
 
 @pytest.mark.parametrize("implementation", ["triton", "sequential", *extra("padded")])
 def test_a_checkpoint_gives_the_same_gradients(implementation):
-    """What is saved for backward is read once, as non-reentrant checkpoints want it."""
+    """Backward reads its saved tensors once, as non-reentrant checkpoints want it."""
     case = make(8, 3, 2, 16, 16)
     options: dict[str, Any] = {"nonlinearity": "silu", "gated": True, "implementation": implementation}
     options |= {"capacity": 8} if implementation == "padded" else {}

@@ -122,7 +122,7 @@ def test_counts_need_no_atomics() -> None:
 
 
 def a_layer(weight: Tensor, x: Tensor, share: Tensor, coefficient: float = 0.3) -> tuple[Tensor, Tensor]:
-    """What a router does, small: gates that carry a loss of the same weight."""
+    """A router in small: gates that carry a loss of the same weight."""
     logits = x @ weight
     gates = topk_routing(logits, 2).gates
     loss = coefficient * z_loss(logits)

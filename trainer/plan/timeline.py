@@ -25,7 +25,6 @@ from ...models.model_cost import (
     stage_traffic,
 )
 from ...models.parallel.schedule import most_held
-from ...models.parallel.vocabulary_loss import vocabulary_loss_bytes
 from ...models.stack import final_norm_saved_bytes
 from ...models.t5 import encoder_output_bytes
 from .data_exchange import gradient_sums, uses_copy_engines
@@ -381,13 +380,6 @@ def loss_memory(run: RunInputs) -> LossMemory:
     """Return the memory of the loss of one micro batch."""
     family, cuda = run.family, run.target.device == "cuda"
     hidden = run.stacks[-1].stack.hidden_size
-    if run.tensor_parallel:
-        rows, itemsize = family.padded_vocab_size, run.widths.compute
-        forward, backward = vocabulary_loss_bytes(
-            run.output_tokens, rows, hidden, itemsize, frozen=run.is_frozen, cuda=cuda
-        )
-        number = 0 if run.is_frozen else rows * hidden
-        return LossMemory(forward=forward, backward=backward, kept=backward // 2, num_parameters=number)
     return token_loss_memory(
         run.output_tokens,
         family.padded_vocab_size,
