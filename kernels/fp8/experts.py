@@ -33,10 +33,10 @@ class _Fp8Experts(torch.autograd.Function):
         weight_reduce: Reduce | None, *casts: Tensor | None,
     ) -> Tensor:  # fmt: skip
         _, _, needs_up, _ = ctx.needs_input_grad[:4]
-        options: dict[str, Any] = {"fast_accumulation": recipe.fast_accumulation_forward, "multiple": multiple}
+        options: dict[str, Any] = {"fast_accumulation": True, "multiple": multiple}
         rows = quantize(
             Source("gather", (hidden, order, places)), recipe.forward, recipe.inputs, columns=needs_up, reduce=reduce,
-            **recipe.options,
+            margin=recipe.margin,
         )  # fmt: skip
         up_rows, kept_up = forward_cast(up.flatten(0, 1), casts[:4], recipe, weight_reduce)  # type: ignore[arg-type]
         down_rows, kept_down = forward_cast(down.flatten(0, 1), casts[4:], recipe, weight_reduce)  # type: ignore[arg-type]
@@ -45,7 +45,7 @@ class _Fp8Experts(torch.autograd.Function):
         found: tuple[Tensor, ...] = ()
         if recipe.inputs == "tile":
             source = Source("gated" if gated else "activation", (projected,), nonlinearity)
-            inner = quantize(source, recipe.forward, recipe.inputs, columns=False, **recipe.options).rows
+            inner = quantize(source, recipe.forward, recipe.inputs, columns=False, margin=recipe.margin).rows
             assert inner is not None
         else:
             inner, *found = cast_activated(projected, recipe, nonlinearity, gated=gated)  # type: ignore[assignment]
@@ -66,7 +66,7 @@ class _Fp8Experts(torch.autograd.Function):
         options: dict[str, Any] = {"fast_accumulation": recipe.fast_accumulation_backward, "multiple": ctx.multiple}
         outer = quantize(
             Source("gather", (gradients[0], order, places)), recipe.backward, recipe.inputs, columns=needs_down,
-            reduce=ctx.reduce, **recipe.options,
+            reduce=ctx.reduce, margin=recipe.margin,
         )  # fmt: skip
         assert outer.rows is not None
         down_columns = backward_cast(tuple(weights[3:]), recipe, ctx.weight_reduce)

@@ -70,7 +70,7 @@ def _quantizer(
             rowwise=True,
             columnwise=columns,
             block_scaling_dim=blocks,
-            force_pow_2_scales=recipe.power_of_two,
+            force_pow_2_scales=False,
         )
     if recipe.scaling == "delayed":
         if scales is None:
@@ -134,8 +134,7 @@ class _TELinear(torch.autograd.Function):
         columns = needs_weight and recipe.wgrad
         rows = _cast(inputs, INPUT, recipe, scales, reduce, columns)
         of_weight = cast if cast is not None else _cast(weight, WEIGHT, recipe, scales, weight_reduce, columns=False)
-        split = not recipe.fast_accumulation_forward
-        output = _multiply(of_weight, rows, "TN", inputs.dtype, use_split_accumulator=split)
+        output = _multiply(of_weight, rows, "TN", inputs.dtype, use_split_accumulator=False)
         kept: Any = inputs if needs_weight else None
         if columns:
             rows.update_usage(rowwise_usage=False, columnwise_usage=True)
