@@ -19,7 +19,6 @@ from ..attention.backends.transformer_engine import import_transformer_engine
 from ..attention.call_spec import InstalledSoftware
 from ..attention.support_checks import format_version
 from ..attention.te_support import MIN_TE_FP8, why_not_te
-from ..launch import disable_compile
 from .delayed_scaling import GRADIENT, INPUT, WEIGHT, DelayedScales
 from .linear import check_weight
 from .quantize import Reduce, amaxes
@@ -173,7 +172,6 @@ def _multiply(first: Any, second: Any, layout: str, dtype: torch.dtype, **option
     return gemm(first, second, out_dtype=dtype, layout=layout, **options)[0]
 
 
-@disable_compile
 def te_linear(
     inputs: Tensor,
     weight: Tensor,
