@@ -23,6 +23,7 @@ from .delayed_scaling import GRADIENT, INPUT, WEIGHT, DelayedScales
 from .linear import check_weight
 from .quantize import Reduce, amaxes
 from .recipe import MAX_VALUE, Format, Fp8Recipe
+from .reference import SMALLEST_AMAX
 
 _DTYPES: dict[Format, str] = {"e4m3": "kFloat8E4M3", "e5m2": "kFloat8E5M2"}
 _MULTIPLE = 16
@@ -77,7 +78,7 @@ def _quantizer(
         scale, amax = scales.scale[operand : operand + 1], scales.amax[operand : operand + 1]
     else:
         found = amaxes(values, "tensor", columns=False, reduce=reduce)[0]
-        scale, amax = MAX_VALUE[kind] * 2.0**-recipe.margin / found.clamp(min=2.0**-100), found
+        scale, amax = MAX_VALUE[kind] * 2.0**-recipe.margin / found.clamp(min=SMALLEST_AMAX), found
     return float8_quantizer(scale, amax, kind, columns=columns)
 
 

@@ -101,8 +101,9 @@ class Fp8Product:
 
     @torch.no_grad()
     def cast_rows(self, values: Tensor, amax: Tensor, rows: Tensor) -> None:
-        """Cast some rows of a weight, with the amax (1,) of all of it, into these rows of the cast; one is enough for
-        its scale.
+        """Cast some rows of a weight, with the amax (1,) of all of it, into these rows of the cast.
+
+        A rank without rows gives one of zeros, from which it gets the scale.
         """
         assert self.cast is not None
         fresh = quantize(
