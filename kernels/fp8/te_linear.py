@@ -37,19 +37,20 @@ def runs_on(tensor: Tensor) -> bool:
 
 def check_transformer_engine(recipe: Fp8Recipe, installed: InstalledSoftware) -> None:
     """Raise ValueError if TransformerEngine's linear layers do not run on this machine, which has a GPU."""
-    cure = "use model.transformer_engine=null" + " model.fp8_recipe=tensorwise" * (recipe.scaling == "delayed")
     problem = why_not_te(installed)
     if problem is None and installed.te is not None and installed.te < MIN_TE_FP8:
         problem = f"needs TransformerEngine {format_version(MIN_TE_FP8)}, found {format_version(installed.te)}"
     if problem is not None:
-        raise ValueError(f"`fp8` (True) with `transformer_engine` (True) is not available: {problem}; {cure}.")
+        raise ValueError(
+            f"`fp8` (True) with `transformer_engine` (True) is not available: {problem}; use transformer_engine=null."
+        )
     if recipe.scaling != "blockwise":
         return
     found, reason = import_transformer_engine().is_fp8_block_scaling_available(return_reason=True)
     if not found:
         raise ValueError(
             f"`fp8_recipe` (blockwise) is not available through TransformerEngine: {reason.rstrip('.')}; use "
-            "model.transformer_engine=null, or model.fp8_recipe=delayed."
+            "transformer_engine=null, or model.fp8_recipe=delayed."
         )
 
 

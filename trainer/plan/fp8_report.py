@@ -85,7 +85,7 @@ def explain_fp8(root: RootBlock, arch: str | None = None) -> Fp8Report:
     from ...kernels.attention.installed_software import detect_installed_software
     from ...kernels.fp8.te_linear import check_transformer_engine
     from ...models.build import build_model
-    from ...models.config.families import keys_by_stack
+    from ...models.config.families import keys_by_stack, name_stacks
     from ...models.config.fp8 import check_fp8
 
     if arch is None:
@@ -116,7 +116,7 @@ def explain_fp8(root: RootBlock, arch: str | None = None) -> Fp8Report:
             if arch is None and device == "cuda" and recipe.uses_transformer_engine:
                 check_transformer_engine(recipe.recipe, detect_installed_software(device))
     except ValueError as error:
-        problem = str(error)
+        problem = name_stacks(str(error), run.model)
     if problem:
         return Fp8Report(where, problem, ())
     slices = dict(zip(keys_by_stack(run.model), (stack.fp8 for stack in run.family.stacks), strict=True))
