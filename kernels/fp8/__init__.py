@@ -1,1 +1,1 @@
-"""Training matmuls in fp8 with current scaling: casts, scaled matmuls and the layers that use them."""
+"""Training matmuls in fp8: casts, scaled matmuls and the layers that use them, by own kernels or TransformerEngine."""

@@ -45,13 +45,10 @@ def _magnitude(value):
 
 
 @jit
-def _scale_of(bits, MAX: tl.constexpr, FACTOR: tl.constexpr, POWER_OF_TWO: tl.constexpr):
-    """Return the scale of a maximum, given as int32 bits, and its reciprocal; as `quantize.scale_of`."""
+def _scale_of(bits, MAX: tl.constexpr, FACTOR: tl.constexpr):
+    """Return the scale of a maximum, given as int32 bits, and its reciprocal; as `reference.scale_of`."""
     bits = tl.maximum(bits & 0x7FFFFFFF, 0x0D800000)  # 2^-100; without the sign that a NaN may have
     scale = tl.div_rn(bits.to(tl.float32, bitcast=True), tl.full(bits.shape, MAX, tl.float32)) * FACTOR
-    if POWER_OF_TWO:
-        power = ((scale.to(tl.int32, bitcast=True) + 0x7FFFFF) & -0x800000).to(tl.float32, bitcast=True)
-        scale = tl.where(scale == scale, power, scale)
     return scale, tl.div_rn(tl.full(bits.shape, 1.0, tl.float32), scale)
 
 
@@ -161,7 +158,7 @@ def amax_kernel(
 def _store_cast(
     value, amax_pointer, data_pointer, scale_pointer, row_tile, column_tile, first_row, first_column,
     part_rows, part_columns, rows, columns, scale_stride,
-    GRANULARITY: tl.constexpr, MAX: tl.constexpr, FACTOR: tl.constexpr, POWER_OF_TWO: tl.constexpr,
+    GRANULARITY: tl.constexpr, MAX: tl.constexpr, FACTOR: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Cast a tile of the part (part_rows, part_columns) at (first_row, first_column) of a matrix (rows, columns)."""
@@ -170,14 +167,14 @@ def _store_cast(
     inside = row < part_rows
     row_of_all = first_row + row
     if GRANULARITY == "tensor":
-        scale, reciprocal = _scale_of(tl.load(amax_pointer), MAX, FACTOR, POWER_OF_TWO)
+        scale, reciprocal = _scale_of(tl.load(amax_pointer), MAX, FACTOR)
         if row_tile + column_tile + first_row + first_column == 0:
             tl.store(scale_pointer, scale)
         scaled = value * reciprocal
     elif GRANULARITY == "block":
         tl.static_assert(BLOCK_M == 128 and BLOCK_N == 128, "a block has 128 rows and columns")
         bits = tl.max(tl.max(_magnitude(value), axis=1), axis=0)
-        scale, reciprocal = _scale_of(bits, MAX, FACTOR, POWER_OF_TWO)
+        scale, reciprocal = _scale_of(bits, MAX, FACTOR)
         tl.store(scale_pointer + row_tile * scale_stride + column_tile, scale)
         scaled = value * reciprocal
     else:
@@ -190,7 +187,7 @@ def _store_cast(
             bits = tl.max(_magnitude(value), axis=1)
             place = scale_pointer + (column_tile + first_column // BLOCK_N).to(tl.int64) * rows + row_of_all
             stored = inside
-        scale, reciprocal = _scale_of(bits, MAX, FACTOR, POWER_OF_TWO)
+        scale, reciprocal = _scale_of(bits, MAX, FACTOR)
         tl.store(place, scale, mask=stored)
         scaled = value * reciprocal[:, None]
     out = data_pointer + row_of_all.to(tl.int64)[:, None] * columns + (first_column + column)[None, :]
@@ -207,7 +204,7 @@ def cast_kernel(
     transposed_scale_stride,
     PRODUCER: tl.constexpr, KIND: tl.constexpr, TOPK: tl.constexpr, GRANULARITY: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr, PRODUCT: tl.constexpr, MAX: tl.constexpr, PRODUCT_MAX: tl.constexpr, FACTOR: tl.constexpr,
-    POWER_OF_TWO: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Cast one tile per program, in the layouts asked for.
 
@@ -233,7 +230,7 @@ def cast_kernel(
     if ROWS:
         _store_cast(
             value, row_amax_pointer, data_pointer, scale_pointer, row_tile, column_tile, 0, 0, rows, width, rows, whole,
-            scale_stride, GRANULARITY, MAX, FACTOR, POWER_OF_TWO, BLOCK_M, BLOCK_N,
+            scale_stride, GRANULARITY, MAX, FACTOR, BLOCK_M, BLOCK_N,
         )  # fmt: skip
     # the registers hold one tile of 128 x 128 at a time: it is loaded again, from L1, for each cast
     again: tl.constexpr = GRANULARITY == "tile" or GRANULARITY == "block"
@@ -246,7 +243,7 @@ def cast_kernel(
         _store_cast(
             tl.trans(value), column_amax_pointer, transposed_pointer, transposed_scale_pointer, column_tile, row_tile,
             0, 0, width, padded_rows, whole, padded_rows, transposed_scale_stride,
-            GRANULARITY, MAX, FACTOR, POWER_OF_TWO, BLOCK_N, BLOCK_M,
+            GRANULARITY, MAX, FACTOR, BLOCK_N, BLOCK_M,
         )  # fmt: skip
     if gradients:
         if again:
@@ -257,7 +254,7 @@ def cast_kernel(
         if ROWS:
             _store_cast(
                 second, row_amax_pointer, data_pointer, scale_pointer, row_tile, column_tile, 0, width, rows, width,
-                rows, whole, scale_stride, GRANULARITY, MAX, FACTOR, POWER_OF_TWO, BLOCK_M, BLOCK_N,
+                rows, whole, scale_stride, GRANULARITY, MAX, FACTOR, BLOCK_M, BLOCK_N,
             )  # fmt: skip
         if COLUMNS:
             if ROWS and again:
@@ -268,7 +265,7 @@ def cast_kernel(
             _store_cast(
                 tl.trans(second), column_amax_pointer, transposed_pointer, transposed_scale_pointer, column_tile,
                 row_tile, width, 0, width, padded_rows, whole, padded_rows, transposed_scale_stride,
-                GRANULARITY, MAX, FACTOR, POWER_OF_TWO, BLOCK_N, BLOCK_M,
+                GRANULARITY, MAX, FACTOR, BLOCK_N, BLOCK_M,
             )  # fmt: skip
     if PRODUCT:
         if again:
@@ -279,7 +276,7 @@ def cast_kernel(
         _store_cast(
             tl.trans(product), product_amax_pointer, product_pointer, product_scale_pointer, column_tile, row_tile,
             0, 0, width, padded_rows, width, padded_rows, transposed_scale_stride,
-            GRANULARITY, PRODUCT_MAX, FACTOR, POWER_OF_TWO, BLOCK_N, BLOCK_M,
+            GRANULARITY, PRODUCT_MAX, FACTOR, BLOCK_N, BLOCK_M,
         )  # fmt: skip
 
 
@@ -358,7 +355,6 @@ def triton_cast(
     format: str,
     granularity: str,
     margin: int,
-    power_of_two: bool,
     rows: bool,
     columns: bool,
     product_amax: Tensor | None = None,
@@ -390,6 +386,6 @@ def triton_cast(
         PRODUCER=producer, KIND=activation, TOPK=topk, GRANULARITY=granularity, ROWS=rows, COLUMNS=columns,
         PRODUCT=bool(product_format), MAX=MAX_VALUE[format],  # type: ignore[index]
         PRODUCT_MAX=MAX_VALUE[product_format or format],  # type: ignore[index]
-        FACTOR=2.0**margin, POWER_OF_TWO=power_of_two, enable_fp_fusion=True, **block,
+        FACTOR=2.0**margin, enable_fp_fusion=True, **block,
     )  # fmt: skip
     return *results, dots.sum(0) if has_dots else dots

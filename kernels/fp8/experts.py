@@ -33,25 +33,27 @@ class _Fp8Experts(torch.autograd.Function):
         weight_reduce: Reduce | None, *casts: Tensor | None,
     ) -> Tensor:  # fmt: skip
         _, _, needs_up, _ = ctx.needs_input_grad[:4]
-        options: dict[str, Any] = {"fast_accumulation": recipe.fast_accumulation_forward, "multiple": multiple}
+        options: dict[str, Any] = {"fast_accumulation": True, "multiple": multiple}
         rows = quantize(
             Source("gather", (hidden, order, places)), recipe.forward, recipe.inputs, columns=needs_up, reduce=reduce,
-            **recipe.options,
+            margin=recipe.margin,
         )  # fmt: skip
         up_rows, kept_up = forward_cast(up.flatten(0, 1), casts[:4], recipe, weight_reduce)  # type: ignore[arg-type]
         down_rows, kept_down = forward_cast(down.flatten(0, 1), casts[4:], recipe, weight_reduce)  # type: ignore[arg-type]
         assert rows.rows is not None
         projected, _ = grouped_scaled_matmul(rows.rows, up_rows, ends, up.shape[1], hidden.dtype, **options)
-        found: tuple[Tensor, ...] = ()
+        found: tuple[Tensor | None, Tensor | None] = (None, None)
         if recipe.inputs == "tile":
             source = Source("gated" if gated else "activation", (projected,), nonlinearity)
-            inner = quantize(source, recipe.forward, recipe.inputs, columns=False, **recipe.options).rows
+            inner = quantize(source, recipe.forward, recipe.inputs, columns=False, margin=recipe.margin).rows
             assert inner is not None
         else:
-            inner, *found = cast_activated(projected, recipe, nonlinearity, gated=gated)  # type: ignore[assignment]
+            activated = cast_activated(projected, recipe, nonlinearity, gated=gated)
+            inner = activated.rows
+            if recipe.inputs == "tensor":
+                found = activated.amax, activated.peaks
         result, _ = grouped_scaled_matmul(inner, down_rows, ends, down.shape[1], hidden.dtype, **options)
         kept = rows.columns[:2] if rows.columns is not None else (None, None)
-        found = found if recipe.inputs == "tensor" else (None, None)  # type: ignore[assignment]
         ctx.save_for_backward(*kept, projected, *found, gates, order, ends, places, *kept_up, *kept_down)
         ctx.recipe, ctx.reduce, ctx.weight_reduce, ctx.multiple = recipe, reduce, weight_reduce, multiple
         ctx.nonlinearity, ctx.gated, ctx.width, ctx.dtype = nonlinearity, gated, down.shape[2], up.dtype
@@ -66,7 +68,7 @@ class _Fp8Experts(torch.autograd.Function):
         options: dict[str, Any] = {"fast_accumulation": recipe.fast_accumulation_backward, "multiple": ctx.multiple}
         outer = quantize(
             Source("gather", (gradients[0], order, places)), recipe.backward, recipe.inputs, columns=needs_down,
-            reduce=ctx.reduce, **recipe.options,
+            reduce=ctx.reduce, margin=recipe.margin,
         )  # fmt: skip
         assert outer.rows is not None
         down_columns = backward_cast(tuple(weights[3:]), recipe, ctx.weight_reduce)

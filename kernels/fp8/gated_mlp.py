@@ -30,18 +30,18 @@ class _Fp8GatedMLP(torch.autograd.Function):
         *tensors: Tensor | None,
     ) -> Tensor:  # fmt: skip
         needs_inputs, needs_up, needs_down = ctx.needs_input_grad[:3]
-        fast, casts = recipe.fast_accumulation_forward, tensors[:8]
+        casts = tensors[:8]
         read = inputs.flatten(0, -2) if producer is None else Source(producer, tensors[8:], kind)  # type: ignore[arg-type]
-        hidden = quantize(read, recipe.forward, recipe.inputs, columns=needs_up, reduce=reduce, **recipe.options)
+        hidden = quantize(read, recipe.forward, recipe.inputs, columns=needs_up, reduce=reduce, margin=recipe.margin)
         up_rows, kept_up = forward_cast(up, casts[:4], recipe, weight_reduce)  # type: ignore[arg-type]
         down_rows, kept_down = forward_cast(down, casts[4:], recipe, weight_reduce)  # type: ignore[arg-type]
         assert hidden.rows is not None
-        gate_up = scaled_matmul(hidden.rows, up_rows, inputs.dtype, fast_accumulation=fast)
+        gate_up = scaled_matmul(hidden.rows, up_rows, inputs.dtype, fast_accumulation=True)
         source = Source("gated", (gate_up,), activation)
         amax = amaxes(source, recipe.inputs, columns=needs_down, reduce=reduce)
-        product = quantize(source, recipe.forward, recipe.inputs, columns=False, amax=amax, **recipe.options).rows
+        product = quantize(source, recipe.forward, recipe.inputs, columns=False, amax=amax, margin=recipe.margin).rows
         assert product is not None
-        output = scaled_matmul(product, down_rows, inputs.dtype, fast_accumulation=fast)
+        output = scaled_matmul(product, down_rows, inputs.dtype, fast_accumulation=True)
         kept = hidden.columns[:2] if hidden.columns is not None else (None, None)
         ctx.save_for_backward(
             *kept, gate_up, amax[1] if recipe.inputs == "row" else amax[0],
@@ -59,7 +59,7 @@ class _Fp8GatedMLP(torch.autograd.Function):
         options: dict[str, Any] = {"fast_accumulation": recipe.fast_accumulation_backward}
         outer = quantize(
             gradients[0].flatten(0, -2), recipe.backward, recipe.inputs, columns=needs_down, reduce=ctx.reduce,
-            **recipe.options,
+            margin=recipe.margin,
         )  # fmt: skip
         assert outer.rows is not None
         down_columns = backward_cast(tuple(weights[3:]), recipe, ctx.weight_reduce)

@@ -27,8 +27,6 @@ from ..attention.flash.hopper.persistent_loop import load_tile, make_ring, store
 jit: Any = gluon.jit
 kernel: Any = gluon.jit(do_not_specialize=["height", "width", "depth", "experts"])
 
-CONSUMERS = 2
-
 
 @jit
 def _num_tiles(

@@ -42,12 +42,12 @@ class _Fp8Linear(torch.autograd.Function):
         hidden = inputs.flatten(0, -2) if producer is None else Source(producer, tensors, activation)
         pair = quantize(
             hidden, recipe.forward, recipe.inputs, columns=needs_weight and recipe.wgrad, reduce=reduce,
-            **recipe.options,
+            margin=recipe.margin,
         )  # fmt: skip
         cast = rows_data, rows_scale, columns_data, columns_scale
         rows, kept_weight = forward_cast(weight, cast, recipe, weight_reduce)
         assert pair.rows is not None
-        output = scaled_matmul(pair.rows, rows, inputs.dtype, fast_accumulation=recipe.fast_accumulation_forward)
+        output = scaled_matmul(pair.rows, rows, inputs.dtype, fast_accumulation=True)
         kept: tuple[Tensor | None, ...] = (None, None)
         if needs_weight:
             kept = (inputs, None) if pair.columns is None else pair.columns[:2]
@@ -64,7 +64,7 @@ class _Fp8Linear(torch.autograd.Function):
         gradient = gradients[0].flatten(0, -2)
         pair = quantize(
             gradient, recipe.backward, recipe.inputs, rows=needs_inputs, columns=needs_weight and recipe.wgrad,
-            reduce=ctx.reduce, **recipe.options,
+            reduce=ctx.reduce, margin=recipe.margin,
         )  # fmt: skip
         fast = recipe.fast_accumulation_backward
         input_gradient = weight_gradient = None

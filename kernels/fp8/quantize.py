@@ -70,7 +70,6 @@ def _cast(
     format: str,
     granularity: str,
     margin: int,
-    power_of_two: bool,
     rows: bool,
     columns: bool,
     product_amax: Tensor | None = None,
@@ -83,8 +82,8 @@ def _cast(
     """
     if triton_runs_on(tensors[0]):
         return triton_cast(
-            tensors, producer, activation, row_amax, column_amax, format, granularity, margin, power_of_two, rows,
-            columns, product_amax, product_format,
+            tensors, producer, activation, row_amax, column_amax, format, granularity, margin, rows, columns,
+            product_amax, product_format,
         )  # fmt: skip
     if tensors[0].dtype in DTYPES.values():  # of `transpose`
         tensors = [tensors[0].float()]
@@ -100,7 +99,7 @@ def _cast(
             continue
         if len(results):
             matrix = F.pad(matrix, (0, padding(matrix.shape[1], granularity)))
-        results += reference_cast(matrix, amax, kind, granularity, margin, power_of_two)  # type: ignore[arg-type]
+        results += reference_cast(matrix, amax, kind, granularity, margin)  # type: ignore[arg-type]
     return *results, row_dots(producer, tensors, activation)  # type: ignore[return-value]
 
 
@@ -114,7 +113,6 @@ def _(
     format: str,
     granularity: str,
     margin: int,
-    power_of_two: bool,
     rows: bool,
     columns: bool,
     product_amax: Tensor | None = None,
@@ -181,7 +179,6 @@ def quantize(
     rows: bool = True,
     columns: bool = True,
     margin: int = 0,
-    power_of_two: bool = False,
     amax: tuple[Tensor, Tensor] | None = None,
     reduce: Reduce | None = None,
 ) -> QuantizedPair:
@@ -194,7 +191,6 @@ def quantize(
         rows: cast the matrix.
         columns: cast the transpose.
         margin: scales are 2^margin times larger.
-        power_of_two: round scales up to powers of two.
         amax: as `amaxes` returns them, from there or from what made the tensor; None computes them.
         reduce: as in `amaxes`, for an `amax` that is computed.
 
@@ -208,7 +204,7 @@ def quantize(
     if amax is None:
         amax = amaxes(source, granularity, rows=rows, columns=columns, reduce=reduce)
     data, scale, transposed, transposed_scale, *_ = _cast(
-        tensors, producer, activation, *amax, format, granularity, margin, power_of_two, rows, columns
+        tensors, producer, activation, *amax, format, granularity, margin, rows, columns
     )
     return QuantizedPair(
         Quantized(data, scale, granularity) if rows else None,
@@ -227,7 +223,7 @@ def transpose(matrix: Quantized) -> Quantized:
     """
     format: Format = next(name for name, dtype in DTYPES.items() if dtype == matrix.data.dtype)
     largest = torch.full((1,), MAX_VALUE[format], dtype=torch.float32, device=matrix.data.device)  # a scale of 1
-    data = _cast([matrix.data], "none", "", largest, largest, format, "tensor", 0, False, False, True)[2]
+    data = _cast([matrix.data], "none", "", largest, largest, format, "tensor", 0, False, True)[2]
     scale = matrix.scale
     if matrix.granularity == "block":
         scale = empty_cast(scale, data.shape[0], data.shape[1], format, "block", True)[1].copy_(scale.t())
@@ -279,7 +275,7 @@ def quantize_backward(
     kind = "" if product_amax is None else recipe.forward
     *results, dots = _cast(
         list(source.tensors), source.producer, source.activation, *amax, recipe.backward, granularity,
-        recipe.margin, recipe.power_of_two, rows, columns, product_amax, kind,
+        recipe.margin, rows, columns, product_amax, kind,
     )  # fmt: skip
     first, second, third = (Quantized(results[i], results[i + 1], granularity) for i in (0, 2, 4))
     pair = QuantizedPair(first if rows else None, second if columns else None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 Scaling = Literal["tensorwise", "rowwise", "blockwise", "delayed"]
 AmaxAlgorithm = Literal["max", "most_recent"]
@@ -29,33 +29,24 @@ class Fp8Recipe:
         forward: format of activations and weights.
         backward: format of the gradients of outputs.
         margin: scales are 2^margin times larger, which leaves so many powers of two of headroom.
-        power_of_two: round scales up to powers of two, so that scaling does not round.
         amax_history_len: delayed scaling: steps whose amaxes are kept.
         amax_compute_algo: delayed scaling: the amax of a scale is the largest of those, or the most recent.
         interval: delayed scaling: steps between new scales.
         wgrad: compute the gradients of weights in fp8; False: in the dtype of the activations, which are saved in it.
-        fast_accumulation_forward: let the tensor cores of Hopper accumulate the forward's products without the
-            intermediate sums in fp32 registers (DeepSeek-V3, section 3.3.2), which is faster. Blockwise scaling
-            accumulates in fp32 registers always.
-        fast_accumulation_backward: likewise those of the backward.
+        fast_accumulation_backward: let the tensor cores of Hopper accumulate the products of the backward, as always
+            those of the forward, without the intermediate sums in fp32 registers (DeepSeek-V3, section 3.3.2), which is
+            faster. Blockwise scaling accumulates in fp32 registers always.
     """
 
     scaling: Scaling = "tensorwise"
     forward: Format = "e4m3"
     backward: Format = "e5m2"
     margin: int = 0
-    power_of_two: bool = False
     amax_history_len: int = 1024
     amax_compute_algo: AmaxAlgorithm = "max"
     interval: int = 1
     wgrad: bool = True
-    fast_accumulation_forward: bool = True
     fast_accumulation_backward: bool = False
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """Options of `quantize.quantize`."""
-        return {"margin": self.margin, "power_of_two": self.power_of_two}
 
     @property
     def inputs(self) -> Granularity:

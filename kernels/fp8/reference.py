@@ -14,13 +14,9 @@ SMALLEST_AMAX = 2.0**-100
 """Smallest maximum that counts, so that neither a scale nor its reciprocal overflows."""
 
 
-def scale_of(amax: Tensor, format: Format, margin: int = 0, power_of_two: bool = False) -> Tensor:
+def scale_of(amax: Tensor, format: Format, margin: int) -> Tensor:
     """Return the scales of these maxima, fp32; inf and NaN stay."""
-    scale = amax.float().clamp_min(SMALLEST_AMAX) / MAX_VALUE[format] * 2.0**margin
-    if power_of_two:  # the next exponent, unless the fraction is 0
-        rounded = ((scale.view(torch.int32) + 0x7FFFFF) & -0x800000).view(torch.float32)
-        scale = torch.where(scale.isnan(), scale, rounded)
-    return scale
+    return amax.float().clamp_min(SMALLEST_AMAX) / MAX_VALUE[format] * 2.0**margin
 
 
 def cast_to(values: Tensor, scale: Tensor, format: Format) -> Tensor:
@@ -38,12 +34,12 @@ def reference_amax(tensor: Tensor, granularity: Granularity) -> Tensor:
 
 
 def reference_cast(
-    tensor: Tensor, amax: Tensor | None, format: Format, granularity: Granularity, margin: int, power_of_two: bool
+    tensor: Tensor, amax: Tensor | None, format: Format, granularity: Granularity, margin: int
 ) -> tuple[Tensor, Tensor]:
     """Return data and scale of `Quantized` of a matrix (M, K), whose amax is that of its granularity, if any."""
     if granularity in ("tensor", "row"):
         assert amax is not None
-        scale = scale_of(amax, format, margin, power_of_two)
+        scale = scale_of(amax, format, margin)
         scale = scale[:, None] if granularity == "row" else scale
         return cast_to(tensor, scale, format).contiguous(), scale
     rows, width = tensor.shape
@@ -51,7 +47,7 @@ def reference_cast(
     padded = F.pad(tensor, (0, -width % TILE, 0, -rows % height))
     blocks = padded.reshape(padded.shape[0] // height, height, padded.shape[1] // TILE, TILE)
     amax = blocks.abs().amax((1, 3)) if tensor.numel() else tensor.new_zeros(blocks.shape[0], blocks.shape[2])
-    scale = scale_of(amax, format, margin, power_of_two)
+    scale = scale_of(amax, format, margin)
     data = cast_to(blocks, scale[:, None, :, None], format).view(padded.shape)[:rows, :width].contiguous()
     if granularity == "tile":
         return data, scale.new_empty(scale.shape[1], scale.shape[0]).copy_(scale.t()).t()

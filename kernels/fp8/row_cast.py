@@ -55,7 +55,7 @@ def _activated(pointer, column, width, PARTS: tl.constexpr, KIND: tl.constexpr):
 @jit
 def row_cast_kernel(
     source_pointer, data_pointer, scale_pointer, amax_pointer, peaks_pointer, width,
-    PARTS: tl.constexpr, KIND: tl.constexpr, MAX: tl.constexpr, FACTOR: tl.constexpr, POWER_OF_TWO: tl.constexpr,
+    PARTS: tl.constexpr, KIND: tl.constexpr, MAX: tl.constexpr, FACTOR: tl.constexpr,
     ONE_BLOCK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Cast one row per program. source_pointer: (rows, PARTS * width); amax and peaks (rows,), as int32 bits."""
@@ -71,7 +71,7 @@ def row_cast_kernel(
             bits = tl.maximum(bits, _magnitude(value))
             peak = tl.maximum(peak, more)
     largest = tl.max(bits, axis=0)
-    scale, reciprocal = _scale_of(largest, MAX, FACTOR, POWER_OF_TWO)
+    scale, reciprocal = _scale_of(largest, MAX, FACTOR)
     tl.store(scale_pointer + row, scale)
     tl.store(amax_pointer + row, largest)
     tl.store(peaks_pointer + row, tl.max(peak, axis=0))
@@ -85,7 +85,7 @@ def row_cast_kernel(
 
 
 def triton_row_cast(
-    source: Tensor, producer: str, activation: str, format: str, margin: int, power_of_two: bool
+    source: Tensor, producer: str, activation: str, format: str, margin: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Launch the kernel of `cast_activated`; returns data, scale, amax and peaks."""
     height, width = source_shape(producer, [source])
@@ -98,7 +98,7 @@ def triton_row_cast(
         row_cast_kernel[(height,)](
             source, data, scale, amax.view(torch.int32), peaks.view(torch.int32), width,
             PARTS=2 if producer == "gated" else 1, KIND=activation, MAX=MAX_VALUE[format],  # type: ignore[index]
-            FACTOR=2.0**margin, POWER_OF_TWO=power_of_two, ONE_BLOCK=width <= block, BLOCK=block,
+            FACTOR=2.0**margin, ONE_BLOCK=width <= block, BLOCK=block,
             num_warps=8 if block > 2048 else 4, enable_fp_fusion=True,
         )  # fmt: skip
     return data, scale, amax, peaks
@@ -106,14 +106,14 @@ def triton_row_cast(
 
 @torch.library.custom_op("stoker::fp8_row_cast", mutates_args=())
 def _row_cast(
-    source: Tensor, producer: str, activation: str, format: str, margin: int, power_of_two: bool
+    source: Tensor, producer: str, activation: str, format: str, margin: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return data, scale, amax and peaks."""
     if triton_runs_on(source):
-        return triton_row_cast(source, producer, activation, format, margin, power_of_two)
+        return triton_row_cast(source, producer, activation, format, margin)
     values = produce(producer, [source], activation)[0]
     amax = reference_amax(values, "row")
-    data, scale = reference_cast(values, amax, format, "row", margin, power_of_two)  # type: ignore[arg-type]
+    data, scale = reference_cast(values, amax, format, "row", margin)  # type: ignore[arg-type]
     first, *up = source.to(values.dtype).chunk(2 if producer == "gated" else 1, dim=1)
     derivatives = [slope(first, activation)]
     if up:
@@ -123,7 +123,7 @@ def _row_cast(
 
 @_row_cast.register_fake
 def _(
-    source: Tensor, producer: str, activation: str, format: str, margin: int, power_of_two: bool
+    source: Tensor, producer: str, activation: str, format: str, margin: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     height, width = source_shape(producer, [source])
     amax, peaks = (source.new_empty(height, dtype=torch.float32) for _ in range(2))
@@ -184,9 +184,7 @@ def cast_activated(projected: Tensor, recipe: Fp8Recipe, activation: str, *, gat
         gated: `projected` is [gate | up].
     """
     producer = "gated" if gated else "activation"
-    data, scale, amax, peaks = _row_cast(
-        projected, producer, activation, recipe.forward, recipe.margin, recipe.power_of_two
-    )
+    data, scale, amax, peaks = _row_cast(projected, producer, activation, recipe.forward, recipe.margin)
     return RowCast(Quantized(data, scale, "row"), amax, peaks)
 
 

@@ -91,7 +91,7 @@ def scaled_matmul(a: Quantized, b: Quantized, out_dtype: torch.dtype, *, fast_ac
         a: (M, K); e5m2 with an e4m3 `b`, or the other way round, or both e4m3.
         b: (N, K); on a GPU M may be any number, N and K must be multiples of 16.
         out_dtype: dtype of the result; fp64 is computed in fp64, exactly what the rounded operands give.
-        fast_accumulation: see `Fp8Recipe.fast_accumulation_forward`.
+        fast_accumulation: see `Fp8Recipe.fast_accumulation_backward`.
 
     Returns:
         (M, N). Not differentiable.

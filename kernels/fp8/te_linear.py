@@ -19,11 +19,11 @@ from ..attention.backends.transformer_engine import import_transformer_engine
 from ..attention.call_spec import InstalledSoftware
 from ..attention.support_checks import format_version
 from ..attention.te_support import MIN_TE_FP8, why_not_te
-from ..launch import disable_compile
 from .delayed_scaling import GRADIENT, INPUT, WEIGHT, DelayedScales
 from .linear import check_weight
 from .quantize import Reduce, amaxes
 from .recipe import MAX_VALUE, Format, Fp8Recipe
+from .reference import SMALLEST_AMAX
 
 _DTYPES: dict[Format, str] = {"e4m3": "kFloat8E4M3", "e5m2": "kFloat8E5M2"}
 _MULTIPLE = 16
@@ -37,19 +37,20 @@ def runs_on(tensor: Tensor) -> bool:
 
 def check_transformer_engine(recipe: Fp8Recipe, installed: InstalledSoftware) -> None:
     """Raise ValueError if TransformerEngine's linear layers do not run on this machine, which has a GPU."""
-    cure = "use model.transformer_engine=null" + " model.fp8_recipe=tensorwise" * (recipe.scaling == "delayed")
     problem = why_not_te(installed)
     if problem is None and installed.te is not None and installed.te < MIN_TE_FP8:
         problem = f"needs TransformerEngine {format_version(MIN_TE_FP8)}, found {format_version(installed.te)}"
     if problem is not None:
-        raise ValueError(f"`fp8` (True) with `transformer_engine` (True) is not available: {problem}; {cure}.")
+        raise ValueError(
+            f"`fp8` (True) with `transformer_engine` (True) is not available: {problem}; use transformer_engine=null."
+        )
     if recipe.scaling != "blockwise":
         return
     found, reason = import_transformer_engine().is_fp8_block_scaling_available(return_reason=True)
     if not found:
         raise ValueError(
             f"`fp8_recipe` (blockwise) is not available through TransformerEngine: {reason.rstrip('.')}; use "
-            "model.transformer_engine=null, or model.fp8_recipe=delayed."
+            "transformer_engine=null, or model.fp8_recipe=delayed."
         )
 
 
@@ -70,7 +71,7 @@ def _quantizer(
             rowwise=True,
             columnwise=columns,
             block_scaling_dim=blocks,
-            force_pow_2_scales=recipe.power_of_two,
+            force_pow_2_scales=False,
         )
     if recipe.scaling == "delayed":
         if scales is None:
@@ -78,7 +79,7 @@ def _quantizer(
         scale, amax = scales.scale[operand : operand + 1], scales.amax[operand : operand + 1]
     else:
         found = amaxes(values, "tensor", columns=False, reduce=reduce)[0]
-        scale, amax = MAX_VALUE[kind] * 2.0**-recipe.margin / found.clamp(min=2.0**-100), found
+        scale, amax = MAX_VALUE[kind] * 2.0**-recipe.margin / found.clamp(min=SMALLEST_AMAX), found
     return float8_quantizer(scale, amax, kind, columns=columns)
 
 
@@ -134,8 +135,7 @@ class _TELinear(torch.autograd.Function):
         columns = needs_weight and recipe.wgrad
         rows = _cast(inputs, INPUT, recipe, scales, reduce, columns)
         of_weight = cast if cast is not None else _cast(weight, WEIGHT, recipe, scales, weight_reduce, columns=False)
-        split = not recipe.fast_accumulation_forward
-        output = _multiply(of_weight, rows, "TN", inputs.dtype, use_split_accumulator=split)
+        output = _multiply(of_weight, rows, "TN", inputs.dtype, use_split_accumulator=False)
         kept: Any = inputs if needs_weight else None
         if columns:
             rows.update_usage(rowwise_usage=False, columnwise_usage=True)
@@ -174,7 +174,6 @@ def _multiply(first: Any, second: Any, layout: str, dtype: torch.dtype, **option
     return gemm(first, second, out_dtype=dtype, layout=layout, **options)[0]
 
 
-@disable_compile
 def te_linear(
     inputs: Tensor,
     weight: Tensor,

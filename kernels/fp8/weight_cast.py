@@ -45,7 +45,7 @@ def cast_weight(
     Returns:
         The casts, `out` if given.
     """
-    pair = quantize(weight, recipe.forward, recipe.weights, columns=columns, reduce=reduce, **recipe.options)
+    pair = quantize(weight, recipe.forward, recipe.weights, columns=columns, reduce=reduce, margin=recipe.margin)
     assert pair.rows is not None
     new = WeightCast(pair.rows, pair.columns)
     if out is None:
@@ -80,7 +80,7 @@ def forward_cast(
     amax: tuple[Tensor | None, ...] = (None, None)
     if data is None or scale is None:
         found = amaxes(weight, recipe.weights, reduce=reduce)
-        rows = quantize(weight, recipe.forward, recipe.weights, columns=False, amax=found, **recipe.options).rows
+        rows = quantize(weight, recipe.forward, recipe.weights, columns=False, amax=found, margin=recipe.margin).rows
         amax = found
     else:
         rows = Quantized(data, scale, recipe.weights)
@@ -102,7 +102,7 @@ def backward_cast(saved: tuple[Tensor | None, ...], recipe: Fp8Recipe, reduce: R
         return transpose(Quantized(weight, first, recipe.weights))
     amax = None if first is None or second is None else (first, second)  # that of the forward, where it took it
     columns = quantize(
-        weight, recipe.forward, recipe.weights, rows=False, amax=amax, reduce=reduce, **recipe.options
+        weight, recipe.forward, recipe.weights, rows=False, amax=amax, reduce=reduce, margin=recipe.margin
     ).columns
     assert columns is not None
     return columns

@@ -21,6 +21,7 @@ class Assignments(NamedTuple):
 
     Attributes:
         order: assignment of each row, (rows,), -1 in an empty row. In `sorted_assignments` empty rows come last.
+            For `fused_experts` also (0,): row r is token r, or empty, as `places` (T, 1) say.
         ends: exclusive end row of each expert, (E,).
         places: row of each assignment, (T, k), -1 if dropped.
     """

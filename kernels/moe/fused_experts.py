@@ -308,10 +308,7 @@ def fused_experts(
     backend: Backend,
     residual: Tensor | None,
 ) -> Tensor:
-    """`expert_mlp` without dropout, where Triton runs, with any `backend` of `grouped_matmul` but `loop`.
-
-    The `order` of assignments is empty if row r is token r, as `places` say.
-    """
+    """`expert_mlp` without dropout, where Triton runs, with any `backend` of `grouped_matmul` but `loop`."""
     return fused_experts_and_saved(hidden, experts, gates, weights, assignments, backend=backend, residual=residual)[0]
 
 

@@ -53,3 +53,19 @@ def model_rules(keys: FamilyKeys) -> Iterator[Finding]:
 def keys_by_stack(keys: FamilyKeys) -> dict[str, StackKeys]:
     """Return the keys of each stack by path prefix: `encoder.` and `decoder.` for T5, else the empty prefix."""
     return {"encoder.": keys.encoder, "decoder.": keys.decoder} if isinstance(keys, T5Keys) else {"": keys}
+
+
+def without_transformer_engine(keys: FamilyKeys) -> str:
+    """Return the overrides with which a model that asks for TransformerEngine runs without it."""
+    stacks = (at for at, stack in keys_by_stack(keys).items() if stack.transformer_engine)
+    found = [f"model.{at}transformer_engine=null" for at in stacks]
+    if keys.fp8 and keys.fp8_recipe == "delayed":
+        found.append("model.fp8_recipe=tensorwise")
+    if keys.fp8 and keys.fp8_dot_product_attention:
+        found.append("model.fp8_dot_product_attention=false")
+    return " ".join(found)
+
+
+def name_stacks(message: str, keys: FamilyKeys) -> str:
+    """Return a message with the overrides for its cure `transformer_engine=null`, which does not know the stacks."""
+    return message.replace("use transformer_engine=null", f"use {without_transformer_engine(keys)}")

@@ -176,7 +176,7 @@ def check_fp8(fp8: Fp8Slice, device: str, capability: tuple[int, int] | None, dt
     if fp8.recipe.scaling == "delayed" and device != "cuda":
         raise ValueError(
             f"`fp8_recipe` (delayed) needs a GPU for TransformerEngine, and this is {device}; use "
-            "model.transformer_engine=null model.fp8_recipe=tensorwise."
+            "transformer_engine=null."
         )
     if device == "cpu":
         return

@@ -101,12 +101,18 @@ class Fp8Product:
 
     @torch.no_grad()
     def cast_rows(self, values: Tensor, amax: Tensor, rows: Tensor) -> None:
-        """Cast some rows of a weight, with the amax (1,) of all of it, into these rows of the cast; one is enough for
-        its scale.
+        """Cast some rows of a weight, with the amax (1,) of all of it, into these rows of the cast.
+
+        A rank without rows gives one of zeros, from which it gets the scale.
         """
         assert self.cast is not None
         fresh = quantize(
-            values, self.recipe.forward, self.recipe.weights, columns=False, amax=(amax, amax), **self.recipe.options
+            values,
+            self.recipe.forward,
+            self.recipe.weights,
+            columns=False,
+            amax=(amax, amax),
+            margin=self.recipe.margin,
         ).rows
         assert fresh is not None
         rows.copy_(fresh.data[: rows.shape[0]])
@@ -221,7 +227,7 @@ class _Fp8ColumnLinear(torch.autograd.Function):
             flat = _wait(gather_tokens(hidden, size, group))
         transposed = needs_weight and recipe.wgrad and not gathers
         pair = quantize(
-            flat, recipe.forward, recipe.inputs, columns=transposed, reduce=product.reduce, **recipe.options
+            flat, recipe.forward, recipe.inputs, columns=transposed, reduce=product.reduce, margin=recipe.margin
         )
         rows = pair.rows
         assert rows is not None
@@ -234,7 +240,7 @@ class _Fp8ColumnLinear(torch.autograd.Function):
             rows = rows._replace(data=_gather_fp8(rows.data, size, group))
         cast = row_data, row_scale, column_data, column_scale
         weight_rows, kept_weight = forward_cast(weight, cast, recipe, product.weight_reduce)
-        output = scaled_matmul(rows, weight_rows, hidden.dtype, fast_accumulation=recipe.fast_accumulation_forward)
+        output = scaled_matmul(rows, weight_rows, hidden.dtype, fast_accumulation=True)
         ctx.save_for_backward(*kept, *kept_weight)
         ctx.product, ctx.place, ctx.gathers, ctx.gathers_fp8 = product, (rank, size, group), gathers, gathers_fp8
         ctx.shared, ctx.hidden, ctx.weight_dtype = shared, (hidden.shape, hidden.dtype), weight.dtype
@@ -258,7 +264,7 @@ class _Fp8ColumnLinear(torch.autograd.Function):
             rows=needs_input,
             columns=needs_weight and recipe.wgrad,
             reduce=product.reduce,
-            **recipe.options,
+            margin=recipe.margin,
         )
         hidden_gradient = weight_gradient = None
         if needs_input:
@@ -288,7 +294,7 @@ def _transposed_inputs(
     """Return the cast of the transpose of a column-parallel layer's input."""
     recipe = product.recipe
     if gathers and not gathers_fp8:
-        pair = quantize(inputs, recipe.forward, recipe.inputs, rows=False, reduce=product.reduce, **recipe.options)
+        pair = quantize(inputs, recipe.forward, recipe.inputs, rows=False, reduce=product.reduce, margin=recipe.margin)
         assert pair.columns is not None
         return pair.columns
     assert scale is not None

@@ -93,7 +93,7 @@ def casts(tokens: int, tune: bool) -> None:
                 found = amax if granularity == "tensor" else maxima()
 
             product: Any = (one if granularity != "row" else torch.ones(FFN, device="cuda"), "e4m3")
-            options: Any = (*found, "e5m2", granularity, 0, False, True, not forward, *(product if gradient else ()))
+            options: Any = (*found, "e5m2", granularity, 0, True, not forward, *(product if gradient else ()))
 
             def cast(options: Any = options) -> object:
                 return cast_kernels.triton_cast(tensors, producer, activation, *options)  # noqa: B023
@@ -103,7 +103,7 @@ def casts(tokens: int, tune: bool) -> None:
                 for m, n, warps in TILES:
                     block = {"BLOCK_M": m, "BLOCK_N": n, "num_warps": warps}
                     cast_kernels.amax_block = lambda block=block: dict(block)
-                    cast_kernels.cast_block = lambda *_, block=block: dict(block)
+                    cast_kernels.cast_block = lambda *_, block=block, **__: dict(block)
                     add(f"amax {m}x{n}, {warps} warps", read, maxima)
                     add(f"cast {m}x{n}, {warps} warps", read + written, cast)
                 cast_kernels.amax_block, cast_kernels.cast_block = kept

@@ -79,7 +79,7 @@ def cast(kind: str, producer: str, granularity: str) -> tuple[Any, dict[str, Any
     if not backward:
         constants["product_amax_pointer"] = None
     constants |= {"GRANULARITY": granularity, "PRODUCT": backward, "MAX": 57344.0, "PRODUCT_MAX": 448.0}
-    constants |= {"FACTOR": 1.0, "POWER_OF_TWO": granularity == "tile"}
+    constants["FACTOR"] = 1.0
     return cast_kernels.cast_kernel, constants | cast_kernels.cast_block(granularity, producer, of_experts=of_experts)
 
 
@@ -108,9 +108,7 @@ def of_rows(kind: str, producer: str) -> tuple[Any, dict[str, Any]]:
     if kind == "backward_amax":
         return row_cast.backward_amax_kernel, {"BLOCK": 512, "num_warps": 4}
     constants: dict[str, Any] = {"PARTS": 2 if producer == "gated" else 1, "KIND": "silu", "MAX": 448.0, "FACTOR": 1.0}
-    return row_cast.row_cast_kernel, constants | {
-        "POWER_OF_TWO": False, "ONE_BLOCK": True, "BLOCK": 8192, "num_warps": 8,
-    }  # fmt: skip
+    return row_cast.row_cast_kernel, constants | {"ONE_BLOCK": True, "BLOCK": 8192, "num_warps": 8}
 
 
 def compile_hopper(kind: str, granularity: str) -> tuple[dict[str, Any], str]:

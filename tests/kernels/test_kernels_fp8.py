@@ -115,7 +115,7 @@ def test_kernels_equal_the_reference(device: str, producer: str, granularity: Gr
     with_product = "e4m3" if producer.endswith("backward") else ""
     formats: tuple[Format, Format, Format] = "e5m2", "e5m2", "e4m3"
     results = triton_cast(
-        tensors, producer, activation, *amax, formats[0], granularity, 1, False, True, True, product_amax, with_product
+        tensors, producer, activation, *amax, formats[0], granularity, 1, True, True, product_amax, with_product
     )
     torch.testing.assert_close(results[6].double(), row_dots(producer, wide, activation), rtol=1e-5, atol=1e-5)
     matrices = [(exact, amax[0]), (exact.t(), amax[0] if granularity == "tensor" else amax[1])]
@@ -123,7 +123,7 @@ def test_kernels_equal_the_reference(device: str, producer: str, granularity: Gr
     for number, (matrix, largest) in enumerate(matrices):
         data, scale = results[2 * number : 2 * number + 2]
         got = dequantize(Quantized(data, scale, granularity), torch.float64)[:, : matrix.shape[1]]
-        _, wanted_scale = reference_cast(matrix, largest, formats[number], granularity, 1, False)
+        _, wanted_scale = reference_cast(matrix, largest, formats[number], granularity, 1)
         torch.testing.assert_close(scale[:, : wanted_scale.shape[1]] if scale.ndim == 2 else scale, wanted_scale)
         # within half a step of the format, relative or of the subnormals
         step = 2.0 ** -(3 if formats[number] == "e4m3" else 2)
@@ -149,7 +149,7 @@ def test_kernels_round_as_the_reference_does(granularity: Granularity, spoiled: 
         for got, expected in zip(triton_amax(tensors, "none", "", granularity, True, True), amax, strict=True):
             torch.testing.assert_close(got, expected, rtol=0, atol=0, equal_nan=True)
     for format in FORMATS:
-        arguments: Any = (tensors, "none", "", *amax, format, granularity, 0, True, True, True)
+        arguments: Any = (tensors, "none", "", *amax, format, granularity, 0, True, True)
         results = triton_cast(*arguments), _cast(*arguments)
         for got, expected in zip(*results, strict=True):
             assert got.stride() == expected.stride()
@@ -168,11 +168,9 @@ def test_custom_operations_are_well_formed() -> None:
         if granularity in ("tensor", "row"):
             torch.library.opcheck(_amax, (*head, granularity, True, True))
         amax = _amax(*head, granularity, True, True) if granularity in ("tensor", "row") else (torch.empty(0),) * 2
-        torch.library.opcheck(_cast, (*head, *amax, "e4m3", granularity, 0, False, True, True))
+        torch.library.opcheck(_cast, (*head, *amax, "e4m3", granularity, 0, True, True))
     for gated in (True, False):
-        torch.library.opcheck(
-            _row_cast, (torch.randn(5, 64), "gated" if gated else "activation", "silu", "e4m3", 0, True)
-        )
+        torch.library.opcheck(_row_cast, (torch.randn(5, 64), "gated" if gated else "activation", "silu", "e4m3", 0))
     order, gates = torch.tensor([3, -1, 0], dtype=torch.int32), torch.rand(2, 2)
     torch.library.opcheck(_backward_amax, (*torch.rand(3, 3), order, gates))
 
@@ -186,17 +184,17 @@ def test_rows_are_cast_in_one_pass_as_in_two(gated: bool, width: int, device: st
     projected = torch.randn(5, width * (1 + gated), device=device).bfloat16()
     projected[1] = 0
     producer = "gated" if gated else "activation"
-    data, scale, amax, peaks = triton_row_cast(projected, producer, "silu", "e4m3", 1, False)
+    data, scale, amax, peaks = triton_row_cast(projected, producer, "silu", "e4m3", 1)
     exact, _ = produce(producer, [projected.double()], "silu")
     torch.testing.assert_close(amax, reference_amax(exact, "row"), rtol=1e-5, atol=0)
-    expected, expected_scale = reference_cast(exact, amax, "e4m3", "row", 1, False)
+    expected, expected_scale = reference_cast(exact, amax, "e4m3", "row", 1)
     assert torch.equal(scale, expected_scale)
     assert (data.float() != expected.float()).float().mean() < 1e-3  # a few round the other way
-    *_, expected_peaks = _row_cast(projected.double(), producer, "silu", "e4m3", 1, False)
+    *_, expected_peaks = _row_cast(projected.double(), producer, "silu", "e4m3", 1)
     torch.testing.assert_close(peaks, expected_peaks, rtol=1e-5, atol=0)
     spoiled = projected.clone()
     spoiled[2, 3], spoiled[3, 4] = torch.inf, torch.nan
-    for found in triton_row_cast(spoiled, producer, "silu", "e4m3", 1, False)[1:]:
+    for found in triton_row_cast(spoiled, producer, "silu", "e4m3", 1)[1:]:
         assert found.isfinite().flatten().tolist() == [True, True, False, False, True]
 
 
@@ -205,7 +203,7 @@ def test_a_bound_of_the_gradient_is_found_before_it(device: str) -> None:
     tensors, _ = sources("experts' gated_backward", torch.float32)
     projected, outer, order, gates = (tensor.to(device) for tensor in tensors)
     gradient, product = produce("gated_backward", [projected, outer, order, gates], "silu")
-    _, _, amax, peaks = triton_row_cast(projected, "gated", "silu", "e4m3", 0, False)
+    _, _, amax, peaks = triton_row_cast(projected, "gated", "silu", "e4m3", 0)
     arguments = reference_amax(outer, "row"), amax, peaks, order, gates
     found = triton_backward_amax(*arguments)
     torch.testing.assert_close(found, _backward_amax(*(x.double() if x.is_floating_point() else x for x in arguments)))
@@ -218,18 +216,13 @@ def test_a_bound_of_the_gradient_is_found_before_it(device: str) -> None:
 
 
 @pytest.mark.parametrize("granularity", GRANULARITIES)
-def test_power_of_two_scales_and_margin(granularity: Granularity) -> None:
+def test_scales_with_margin(granularity: Granularity) -> None:
     matrix = torch.randn(33, 160, generator=torch.Generator().manual_seed(1))
     plain = quantize(matrix, "e4m3", granularity, columns=False).rows
     wider = quantize(matrix, "e4m3", granularity, columns=False, margin=2).rows
-    rounded = quantize(matrix, "e4m3", granularity, columns=False, power_of_two=True).rows
     assert plain is not None
     assert wider is not None
-    assert rounded is not None
     assert torch.equal(wider.scale, plain.scale * 4)
-    assert torch.equal(rounded.scale.log2(), rounded.scale.log2().round())
-    assert (rounded.scale >= plain.scale).all()
-    assert (rounded.scale < 2 * plain.scale).all()
 
 
 @pytest.mark.parametrize("granularity", GRANULARITIES)
@@ -391,7 +384,7 @@ def test_the_transpose_of_a_cast_is_exact(device: str, granularity: Granularity,
     if granularity == "block":
         assert found.scale.stride(0) == 4  # as cuBLAS reads them
     one = torch.full((1,), MAX_VALUE[format], device=device)
-    by_kernel = triton_cast([pair.rows.data], "none", "", one, one, format, "tensor", 0, False, False, True)[2]
+    by_kernel = triton_cast([pair.rows.data], "none", "", one, one, format, "tensor", 0, False, True)[2]
     assert torch.equal(by_kernel.view(torch.uint8), pair.rows.data.view(torch.uint8).t())
 
 

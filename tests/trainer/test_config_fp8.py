@@ -130,7 +130,7 @@ def test_a_cpu_emulates_any_precision(accelerator: str) -> None:
     ("device", "capability", "dtype", "scaling", "says"),
     [
         ("mps", None, "bf16", "tensorwise", "must be False on mps"),
-        ("cpu", None, "fp32", "delayed", "this is cpu; use model.transformer_engine=null model.fp8_recipe=tensorwise."),
+        ("cpu", None, "fp32", "delayed", "this is cpu; use transformer_engine=null."),
         ("cuda", (8, 0), "bf16", "tensorwise", "8.9 or later (Ada, Hopper, Blackwell), and this one has 8.0"),
         ("cuda", (9, 0), "fp16", "tensorwise", "use trainer.precision=bf16"),
         ("cuda", (10, 0), "bf16", "blockwise", "use model.fp8_recipe=rowwise"),

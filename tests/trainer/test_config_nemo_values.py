@@ -251,23 +251,34 @@ def test_a_fix_shows_what_a_key_takes() -> None:
     assert found[weights].fix == f"{weights}=[VALUE]"
 
 
+ATTENTION = "model.fp8_dot_product_attention"
+
+
 @pytest.mark.skipif(find_spec("transformer_engine") is not None, reason="TransformerEngine is installed")
 def test_transformer_engine_is_a_warning_until_a_run_starts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    for model, cure in (
-        ("model=gpt_tiny", "model.transformer_engine=null"),
-        ("model=t5_tiny", "model.encoder.transformer_engine=null model.decoder.transformer_engine=null"),
+    own, both = (
+        "model.transformer_engine=null",
+        "model.encoder.transformer_engine=null model.decoder.transformer_engine=null",
+    )
+    for given, why, cure in (
+        ("model=gpt_tiny", "not installed", own),
+        ("model=t5_tiny", "not installed", both),
+        ("model=t5_tiny model.fp8=true model.fp8_recipe=delayed", "is cpu", f"{both} model.fp8_recipe=tensorwise"),
+        (f"model=gpt_tiny model.kv_channels=128 model.fp8=true {ATTENTION}=true", "is cpu", f"{own} {ATTENTION}=false"),
     ):
-        words = [model, "data=mock", "model.transformer_engine=True", "trainer.accelerator=cpu"]
+        words = [*given.split(), "data=mock", "model.transformer_engine=True", "trainer.accelerator=cpu"]
         for verb in ("config", "plan"):
             assert main([verb, *words]) == 0
             captured = capsys.readouterr()
             assert cure in " ".join((captured.out + captured.err).split())
         assert main(["train", *words]) == 2
-        assert f"not installed; use {cure}, or pip install" in " ".join(capsys.readouterr().err.split())
-        assert not load(model, "data=mock", *cure.split()).findings
+        assert f"{why}; use {cure}" in " ".join(capsys.readouterr().err.split())
+        replaced = {word.partition("=")[0] for word in cure.split()} | {"model.transformer_engine"}
+        kept = [word for word in words if word.partition("=")[0] not in replaced]
+        assert not load(*kept, *cure.split()).findings
 
 
 INFERENCE = """

@@ -25,7 +25,7 @@ LORA, ADAPTER, IA3 = ([WEIGHTS, f"model.peft.peft_scheme={scheme}"] for scheme i
         (["model.fp8=true", "model.fp8_recipe=rowwise", "model.reduce_amax=false"], MODEL + "reduce_amax"),
         (
             ["model.fp8=true", "model.first_last_layers_bf16=true", "model.num_layers_at_start_in_bf16=9"],
-            MODEL + "num_layers_at_start_in_bf16",
+            MODEL + "first_last_layers_bf16",
         ),
         (["model.optim.overlap_param_sync=true"], OPTIM + "overlap_param_sync"),
         ([*OVERLAPPED, "model.fp8=true", "model.micro_batch_size=4"], OPTIM + "overlap_param_sync"),

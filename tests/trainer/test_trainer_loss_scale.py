@@ -114,9 +114,9 @@ def test_moments_of_fp16_weights_are_fp32():
 
 def test_overflows_are_told_and_are_no_divergence():
     monitor = LossMonitor(2, None, LoopState.model_validate({}))
-    steps = [StepMetrics(5.0, INF, 2.0 ** (20 - n)) for n in range(6)] + [StepMetrics(4.0, 1.0, 16384.0)]
+    steps = [StepMetrics(5.0, INF, 2.0 ** (30 - n)) for n in range(6)] + [StepMetrics(4.0, 1.0, 2.0**24)]
     (line,) = monitor.update(1, steps)
-    assert line == "6 steps from 1 on were skipped: gradients overflowed in fp16; the loss scale is now 16384"
+    assert line == "6 steps from 1 on were skipped: gradients overflowed in fp16; the loss scale of step 7 was 16777216"
     assert (monitor.skipped_steps, monitor.consecutive_skipped_steps) == (6, 0)
     assert monitor.mean_loss(restart=True) == pytest.approx(34 / 7)
     with pytest.raises(DivergedError, match="step 10: loss nan"):  # which no scale helps against

@@ -107,7 +107,8 @@ class LossMonitor:
             loss, grad_norm, *_ = values[skipped[0] - first_step]
             warnings.insert(0, f"{_skipped(skipped)}: loss {loss}, gradient norm {grad_norm}")
         if overflows:
-            warnings.insert(0, f"{_skipped(overflows)}: gradients overflowed in fp16; the loss scale is now {scale:g}")
+            last = f"the loss scale of step {first_step + len(values) - 1} was {scale:.10g}"
+            warnings.insert(0, f"{_skipped(overflows)}: gradients overflowed in fp16; {last}")
         return warnings
 
     def mean_loss(self, *, restart: bool) -> float:

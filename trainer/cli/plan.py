@@ -73,6 +73,7 @@ def run(args: argparse.Namespace) -> int:
         args.overrides = [*args.overrides, *machines]
     config = load_config(args)
     # these import torch, which takes seconds: only after the configuration has been validated
+    from ...models.config.families import name_stacks
     from ..core.run_summary import host_offload_keys
     from ..plan.planned_target import known_vocabulary, planned_target
     from ..plan.report import plan_document, report_lines
@@ -87,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         plan = make_plan(resolved, target, vocab_size=vocab_size)
     except ValueError as error:
-        raise UserError(str(error).splitlines()) from None
+        raise UserError(name_stacks(str(error), resolved.model).splitlines()) from None
     if args.timeline is not None:
         _draw(plan, args.timeline)
     offloaded = host_offload_keys(resolved) if target.gpu is not None else ()

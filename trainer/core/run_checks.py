@@ -13,7 +13,7 @@ from ...kernels.attention.dispatch import BackendSelection
 from ...kernels.attention.installed_software import detect_installed_software
 from ...kernels.fp8.te_linear import check_transformer_engine
 from ...models.build import ALL_CALL_KINDS, TORCH_DTYPES, ModelPlan, call_context, plan_model
-from ...models.config.families import family_slice, keys_by_stack
+from ...models.config.families import family_slice, keys_by_stack, name_stacks
 from ...models.dispatch.attention_calls import CallKind
 from ...models.tensor_parallel import rank_slice
 from ..checkpoint.reader import Checkpoint
@@ -58,9 +58,7 @@ def choose_attention(run: ResolvedRun, device: torch.device, times: MeasuredTime
             if fp8 is not None and fp8.uses_transformer_engine and device.type == "cuda":
                 check_transformer_engine(fp8.recipe, software)
     except ValueError as error:
-        stacks = (at for at, stack in keys_by_stack(run.model).items() if stack.transformer_engine)
-        cure = " ".join(f"model.{at}transformer_engine=null" for at in stacks)
-        raise UserError(str(error).replace("use transformer_engine=null", f"use {cure}").splitlines()) from None
+        raise UserError(name_stacks(str(error), run.model).splitlines()) from None
     return plan
 
 

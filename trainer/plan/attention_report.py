@@ -143,6 +143,7 @@ def _choices(
     capability: tuple[int, int] | None,
 ) -> list[AttentionChoice]:
     from ...kernels.attention.dispatch import NoBackendError
+    from ...models.config.families import name_stacks
     from ...models.dispatch.attention_calls import CallContext, choose_backends
     from ...models.dispatch.attention_choices import plan_attentions
     from ...models.tensor_parallel import rank_slice
@@ -168,9 +169,8 @@ def _choices(
             try:
                 decision: BackendSelection = choose_backends(planned.attention, {kind: call}, flags, software)[kind]
             except NoBackendError as error:
-                choices.append(
-                    AttentionChoice(label, description, None, error.rows, (), tuple(str(error).splitlines()))
-                )
+                problem = tuple(name_stacks(str(error), run.model).splitlines())
+                choices.append(AttentionChoice(label, description, None, error.rows, (), problem))
             else:
                 steps = (_generation_note(call),) if kind == "generation" and planned.uses_kv_cache else ()
                 choices.append(

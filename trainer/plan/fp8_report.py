@@ -22,6 +22,12 @@ if TYPE_CHECKING:
     from ...models.config.fp8 import Fp8Slice
 
 _NUMBER = re.compile(r"\.layers\.(\d+)\.")
+_KERNELS = {
+    "tensorwise": "torch's scaled matmul (cuBLAS)",
+    "rowwise": "torch's scaled matmul",
+    "blockwise": "Triton, or torch's scaled matmul (cuBLAS) for e4m3 with widths that are multiples of 128",
+}
+"""Kernels of linear layers that do not multiply through TransformerEngine, see `kernels.fp8.scaled_matmul`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +58,7 @@ class Fp8Report:
     Attributes:
         where: the device.
         problem: why the run does not start there; empty if it does.
-        matrices: all that multiply activations, embeddings, and attentions.
+        matrices: all that multiply activations, embeddings, and attentions; none if linear layers are the problem.
     """
 
     where: str
@@ -79,7 +85,7 @@ def explain_fp8(root: RootBlock, arch: str | None = None) -> Fp8Report:
     from ...kernels.attention.installed_software import detect_installed_software
     from ...kernels.fp8.te_linear import check_transformer_engine
     from ...models.build import build_model
-    from ...models.config.families import keys_by_stack
+    from ...models.config.families import keys_by_stack, name_stacks
     from ...models.config.fp8 import check_fp8
 
     if arch is None:
@@ -110,12 +116,14 @@ def explain_fp8(root: RootBlock, arch: str | None = None) -> Fp8Report:
             if arch is None and device == "cuda" and recipe.uses_transformer_engine:
                 check_transformer_engine(recipe.recipe, detect_installed_software(device))
     except ValueError as error:
-        problem = str(error)
+        problem = name_stacks(str(error), run.model)
+    if problem:
+        return Fp8Report(where, problem, ())
     slices = dict(zip(keys_by_stack(run.model), (stack.fp8 for stack in run.family.stacks), strict=True))
     reasons = (stack.why_experts_without_fp8 for stack in run.family.stacks)
     experts = next(filter(None, reasons), "experts have LoRA updates")
     cores, refusal = _attentions(explain_attention(root, arch).choices, slices)
-    return Fp8Report(where, problem or refusal, (*_matrices(model, slices, device, experts), *cores))
+    return Fp8Report(where, refusal, (*_matrices(model, slices, device, experts), *cores))
 
 
 def _attentions(
@@ -154,7 +162,7 @@ def _how(fp8: Fp8Slice, device: str) -> str:
     if fp8.uses_transformer_engine:
         return f"{fp8.description}, TransformerEngine (cuBLAS)"
     why = f"; {fp8.why_own_kernels}" if fp8.transformer_engine else ""
-    return f"{fp8.description}, torch's scaled matmul (cuBLAS){why}"
+    return f"{fp8.description}, {_KERNELS[fp8.recipe.scaling]}{why}"
 
 
 def _how_experts(fp8: Fp8Slice, device: str) -> str:

@@ -131,8 +131,10 @@ def delayed_scaling_is_possible(context: RuleContext) -> Iterator[Finding]:
             f"{' '.join(f'{path}=true' for path in without)}, or model.fp8_recipe=tensorwise",
         )
     if not keys.reduce_amax and num_processes(context) > 1:
+        chosen = [f"model.{at}transformer_engine" for at, stack in stacks if stack.transformer_engine]
+        recipe = ["model.fp8_recipe", *([] if keys.fp8_recipe else chosen)]
         yield Finding.error(
-            ("model.reduce_amax", "model.fp8_recipe" if "delayed" in found else "model.fp8_dot_product_attention"),
+            ("model.reduce_amax", *(recipe if "delayed" in found else ["model.fp8_dot_product_attention"])),
             f"`reduce_amax` (False) must be True with {_delayed(found)} on {num_processes(context)} ranks: a "
             "checkpoint holds one state of the scales",
             "model.reduce_amax=true",
@@ -186,13 +188,13 @@ def fp8_layers_are_left(context: RuleContext) -> Iterator[Finding]:
         return
     for at, stack in keys_by_stack(keys).items():
         if fp8_slice(keys, stack.num_layers, stack.transformer_engine) is None:
-            path = f"model.{at}num_layers"
+            path = "model.first_last_layers_bf16"
             message = (
-                f"`fp8` (True) has no effect on {at.rstrip('.') or 'the model'}: of its layers (`num_layers`: "
-                f"{stack.num_layers}) the first {keys.num_layers_at_start_in_bf16} and the last "
-                f"{keys.num_layers_at_end_in_bf16} multiply in bf16 (`first_last_layers_bf16`)"
+                f"`first_last_layers_bf16` (True) leaves no layer of {at.rstrip('.') or 'the model'} to `fp8` (True): "
+                f"of {stack.num_layers} (`num_layers`) the first {keys.num_layers_at_start_in_bf16} and the last "
+                f"{keys.num_layers_at_end_in_bf16} multiply in the run's precision"
             )
-            yield Finding.warning((*_ENDS, "model.fp8", path), message, "model.first_last_layers_bf16=false")
+            yield Finding.warning((path, "model.fp8", f"model.{at}num_layers"), message, f"{path}=false")
 
 
 def fp8_precision_is_supported(context: RuleContext) -> Iterator[Finding]:

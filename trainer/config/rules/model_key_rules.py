@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from importlib.util import find_spec
 
-from ....models.config.families import keys_by_stack
+from ....models.config.families import keys_by_stack, without_transformer_engine
 from ....models.config.key_block import Finding
 from ....models.config.moe import moe_slice
 from ....models.config.position_rules import window_masks_nothing
@@ -47,7 +47,7 @@ def transformer_engine_is_installed(context: RuleContext) -> Iterator[Finding]:
         yield Finding.warning(
             paths,
             "`transformer_engine` (True) needs TransformerEngine, which is not installed: `stoker train` refuses it",
-            f"{' '.join(f'{path}=null' for path in paths)}, or pip install 'stoker[te]'",
+            f"{without_transformer_engine(context.root.model)}, or pip install 'stoker[te]'",
         )
 
 
