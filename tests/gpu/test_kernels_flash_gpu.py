@@ -1,11 +1,12 @@
-"""Flash attention on a GPU with scores that fp32 exponents do not resolve: a right value or NaN, never a wrong one."""
+"""Flash attention on a GPU: scores that fp32 exponents do not resolve, and gradients joined in one tensor."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from stoker.kernels.attention.flash.ops import attention_and_lse
+from stoker.kernels.attention.flash.kernel_arguments import FlashAttentionParams
+from stoker.kernels.attention.flash.ops import NeedsGradient, _gradients, _results, attention_and_lse
 from stoker.kernels.attention.inputs import AttentionInputs
 
 pytestmark = pytest.mark.gpu
@@ -30,3 +31,38 @@ def test_rows_with_keys_are_not_empty_whatever_their_scores(dtype: torch.dtype, 
             is_nan = found.isnan().any(dim=-1)
             assert (found[~is_nan].abs().amax(dim=-1) > 0).all(), (exponent, sign)
             assert exponent > 8 or not is_nan.any()
+
+
+@pytest.mark.parametrize(
+    ("length", "head_dim", "causal", "biased"),
+    [
+        (320, 64, False, True),
+        (320, 64, True, False),
+        (4096, 64, True, False),
+        (200, 80, True, True),
+        (320, 128, True, True),
+        (320, 256, False, False),
+    ],
+)
+def test_gradients_in_one_tensor_have_the_same_bits(length: int, head_dim: int, causal: bool, biased: bool) -> None:
+    generator = torch.Generator(device="cuda").manual_seed(0)
+    projected = torch.randn(2, length, 8, head_dim, device="cuda", generator=generator).bfloat16()
+    q, k, v = projected.split((4, 2, 2), dim=2)
+    bias = torch.randn(4, 65, device="cuda", generator=generator) if biased else None
+    window = (-1, 0 if causal else -1)
+    problem = FlashAttentionParams(
+        None, bias, None, None, None, None, None, None, *window, head_dim**-0.5, 0.0, 0.0, length, length
+    )
+    needs = NeedsGradient(True, True, False, biased, False, False)
+    out, lse = _results(q, k, v, problem)
+    inputs = (torch.randn_like(out), None, q, k, v, out, lse, problem)
+    apart, whole = _gradients(*inputs, needs), _gradients(*inputs, needs._replace(joined=True))
+    assert whole[1] is None
+    assert whole[2] is None
+    found = whole[0]
+    assert found is not None
+    assert torch.equal(torch.cat([x for x in apart[:3] if x is not None], dim=2), found)
+    if bias is not None:
+        assert apart[4] is not None
+        assert whole[4] is not None
+        assert torch.equal(apart[4], whole[4])

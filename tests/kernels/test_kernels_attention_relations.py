@@ -18,6 +18,7 @@ from attention_cases import (
     mostly_full,
     run,
 )
+from compiled_graphs import CompiledGraphs
 from tiers import extra, full_only
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -170,9 +171,39 @@ COMPILED = ("causal", "softcap", "both_biases", "packed", "padding", "dropout", 
 @full_only
 @mostly_full("name", {name: name for name in COMPILED}, ["causal"], gpu=True)
 def test_one_graph(name: str, device: str) -> None:
+    torch.compiler.reset()  # the cases are more than the recompilations of a function that torch allows
     problem = build(CASES_BY_FEATURE[name], torch.float32, device)
     compiled = torch.compile(flash_attention, fullgraph=True, backend="aot_eager")
     assert_equal(run(compiled, problem), run(flash_attention, problem))
+
+
+@full_only
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize(("length", "joins"), [(40, True), (24, False)], ids=["slices", "other keys"])
+def test_slices_of_a_projection_have_one_gradient(length: int, joins: bool) -> None:
+    """The pass that inductor runs over a compiled graph removes split and concatenation; the bits are the same."""
+    from torch._inductor.fx_passes.post_grad import post_grad_passes
+
+    projected = torch.randn(2, 40, 8, 16, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    bias = torch.randn(4, 11, generator=torch.Generator().manual_seed(1)).requires_grad_()
+
+    def attend(projected: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        q, k, v = projected.split((4, 2, 2), dim=2)
+        return flash_attention(q, k[:, :length], v[:, :length], distance_bias=bias)
+
+    graphs = CompiledGraphs()
+    out = torch.compile(attend, backend=graphs.backend, fullgraph=True, dynamic=False)(projected, bias)
+    ours = torch.autograd.grad(out.square().sum(), (projected, bias))
+    plain = torch.autograd.grad(attend(projected, bias).square().sum(), (projected, bias))
+    assert all(torch.equal(a, b) for a, b in zip(ours, plain, strict=True))
+    (graph,) = graphs.backwards
+    assert "aten.cat" in str(graph)
+    assert ("aten.split_with_sizes" in str(graph)) is joins
+    if joins:
+        assert graph.owning_module is not None
+        post_grad_passes(graph.owning_module, is_inference=False)
+        assert "aten.cat" not in str(graph)
+    torch.compiler.reset()
 
 
 @full_only

@@ -32,7 +32,10 @@ def _results(q: Tensor, k: Tensor, v: Tensor, problem: FlashAttentionParams) -> 
 
 
 class NeedsGradient(NamedTuple):
-    """Which gradients are needed; those of k and v are computed together."""
+    """Which gradients are needed; those of k and v are computed together.
+
+    With `joined` those of q, k and v, all needed, are one tensor (batch, tokens, all heads, head_dim) in place of q's.
+    """
 
     q: bool
     kv: bool
@@ -40,6 +43,7 @@ class NeedsGradient(NamedTuple):
     distance_bias: bool
     slopes: bool
     sinks: bool
+    joined: bool = False
 
 
 def _sinks_gradient(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
@@ -52,18 +56,39 @@ def _sinks_gradient(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
     return -(weight * delta[..., : lse.shape[-1]]).sum((0, 2) if lse.ndim == 3 else 1)
 
 
+def _are_slices(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Return True if q, k and v have the strides of slices of one projection, (batch, tokens, all heads, head_dim)."""
+    if q.ndim != 4 or q.shape[1] != k.shape[1] or q.shape[3] != v.shape[3]:
+        return False
+    pitch = (q.shape[2] + 2 * k.shape[2]) * q.shape[3]
+    return all(each.stride()[2::-1] == (q.shape[3], pitch, q.shape[1] * pitch) for each in (q, k, v))
+
+
 def _gradients(
     out_gradient: Tensor, lse_gradient: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     problem: FlashAttentionParams, needs: NeedsGradient,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """Compute the gradients of q, k, v, bias, distance_bias, alibi_slopes and sinks, None where not needed."""
-    if supports(q, k, v, problem):
-        return _hopper_gradients(out_gradient, lse_gradient, q, k, v, out, lse, problem, needs)
+    compute = _hopper_gradients if supports(q, k, v, problem) else _portable_gradients
+    if not needs.joined:
+        return compute(out_gradient, lse_gradient, q, k, v, out, lse, problem, needs)
+    heads = (q.shape[2], k.shape[2], v.shape[2])
+    joined = q.new_empty(*q.shape[:2], sum(heads), q.shape[3])
+    parts = joined.split(heads, dim=2)
+    found = compute(out_gradient, lse_gradient, q, k, v, out, lse, problem, needs, parts)
+    return joined, None, None, *found[3:]
+
+
+def _portable_gradients(
+    out_gradient: Tensor, lse_gradient: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+    problem: FlashAttentionParams, needs: NeedsGradient, parts: tuple[Tensor, ...] | None = None,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """Compute the gradients with the portable kernels, those of q, k and v in `parts` if given."""
     bias, distance_bias, alibi_slopes, sinks = problem[:4]
     saved = prepare_backward(q, k, v, out, lse, out_gradient, lse_gradient)
     q_gradient = k_gradient = v_gradient = bias_gradient = distance_gradient = slopes_gradient = sinks_gradient = None
     if needs.kv:
-        k_gradient, v_gradient = launch_dkdv(saved, problem)
+        k_gradient, v_gradient = launch_dkdv(saved, problem, out=None if parts is None else (parts[1], parts[2]))
     far = None
     scores_shape = (q.shape[0], q.shape[2], problem.max_queries, problem.max_keys)
     full_bias = needs.bias and bias is not None and bias.shape == scores_shape
@@ -73,6 +98,7 @@ def _gradients(
         dq, scores, far, slopes = launch_dq(
             saved, problem, scores_dtype=scores_dtype, correct_delta=summed_bias or needs.distance_bias,
             far_sums=needs.distance_bias and problem.right != 0, slope_sums=needs.slopes,
+            out=None if parts is None else parts[0],
         )  # fmt: skip
         q_gradient = dq if needs.q else q_gradient
         if scores is not None:
@@ -93,28 +119,25 @@ def _gradients(
 
 def _hopper_gradients(
     out_gradient: Tensor, lse_gradient: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-    problem: FlashAttentionParams, needs: NeedsGradient,
+    problem: FlashAttentionParams, needs: NeedsGradient, parts: tuple[Tensor, ...] | None = None,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """Compute the result of `_gradients` with the Hopper kernels, which do not support a dense bias."""
+    """Compute the result of `_portable_gradients` with the Hopper kernels, which do not support a dense bias."""
     from .hopper import launchers
     from .hopper.distance_bias import distance_gradient as distance_sums
 
     saved = launchers.prepare_backward(q, k, v, out, lse, out_gradient, lse_gradient, problem)
-    q_gradient = k_gradient = v_gradient = distance_gradient = slopes_gradient = row_sums = diagonals = None
-    sinks_gradient = None
+    distance_gradient = slopes_gradient = row_sums = diagonals = sinks_gradient = None
+    dq, dk, dv = (each.new_empty(each.shape) for each in (q, k, v)) if parts is None else parts
     order = launchers.fused_order(saved.q, saved.k, problem) if needs.q and needs.kv else None
     if order is not None:
-        q_gradient, k_gradient, v_gradient = launchers.launch_fused_backward(saved, problem, order)
+        launchers.launch_fused_backward(saved, problem, order, dq, dk, dv)
     elif needs.q or needs.distance_bias or needs.slopes:
         far_sums = needs.distance_bias and problem.right < 0
-        dq, row_sums = launchers.launch_dq(
-            saved, problem, correct_delta=needs.distance_bias, far_sums=far_sums, slope_sums=needs.slopes
+        row_sums = launchers.launch_dq(
+            saved, problem, dq, correct_delta=needs.distance_bias, far_sums=far_sums, slope_sums=needs.slopes
         )
-        q_gradient = dq if needs.q else q_gradient
     if order is None and (needs.kv or needs.distance_bias):  # after dq, which corrects the delta of the diagonals
-        dk, dv, diagonals = launchers.launch_dkdv(saved, problem, diagonals=needs.distance_bias)
-        if needs.kv:
-            k_gradient, v_gradient = dk, dv
+        diagonals = launchers.launch_dkdv(saved, problem, dk, dv, diagonals=needs.distance_bias)
     if diagonals is not None and problem.distance_bias is not None:
         reach, offset = problem.distance_bias.shape[1] // 2, problem.max_keys - problem.max_queries
         total = None
@@ -125,7 +148,10 @@ def _hopper_gradients(
         slopes_gradient = row_sums.sum((0, 2)).to(problem.alibi_slopes.dtype)
     if needs.sinks and problem.sinks is not None:
         sinks_gradient = _sinks_gradient(problem.sinks, lse, saved.delta).to(problem.sinks.dtype)
-    return q_gradient, k_gradient, v_gradient, None, distance_gradient, slopes_gradient, sinks_gradient
+    return (
+        dq if needs.q else None, dk if needs.kv else None, dv if needs.kv else None,
+        None, distance_gradient, slopes_gradient, sinks_gradient,
+    )  # fmt: skip
 
 
 # ---------------------------------------------------------------- custom operations
@@ -160,7 +186,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, *problem: _Field) -> tuple[Tensor, Tensor
     schema=(
         "(Tensor out_gradient, Tensor? lse_gradient, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
         f"{_FIELDS}, bool needs_q, bool needs_kv, bool needs_bias, bool needs_distance_bias, bool needs_slopes, "
-        "bool needs_sinks) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+        "bool needs_sinks, bool joined) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
     ),
 )
 def _flash_attention_backward(
@@ -183,10 +209,11 @@ def _(
     def like(tensor: Tensor | None, needed: bool) -> Tensor:
         return tensor.new_empty(tensor.shape) if needed and tensor is not None else q.new_empty(0)
 
+    joined = (*q.shape[:-2], q.shape[-2] + 2 * k.shape[-2], q.shape[-1])
     return (
-        like(q, needs.q),
-        like(k, needs.kv),
-        like(v, needs.kv),
+        q.new_empty(joined) if needs.joined else like(q, needs.q),
+        like(k, needs.kv and not needs.joined),
+        like(v, needs.kv and not needs.joined),
         like(problem.bias, needs.bias),
         like(problem.distance_bias, needs.distance_bias),
         like(problem.alibi_slopes, needs.slopes),
@@ -223,7 +250,11 @@ def _differentiate(
     if direct:
         gradients = _gradients(out_gradient, lse_gradient, q, k, v, out, lse, problem, needs)
     else:
+        needs = needs._replace(joined=needs.q and needs.kv and _are_slices(q, k, v))
         gradients = _flash_attention_backward(out_gradient, lse_gradient, q, k, v, out, lse, *problem, *needs)
+        if needs.joined:  # the compiler removes this split and the concatenation in the backward of the projection's
+            parts = gradients[0].split((q.shape[2], k.shape[2], v.shape[2]), dim=2)
+            gradients = (*parts, *gradients[3:])
     used = [gradient if needed else None for gradient, needed in zip(gradients, needs_each[:7], strict=True)]
     return (*used, *(None,) * (len(needs_each) - 7))
 

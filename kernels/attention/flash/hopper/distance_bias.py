@@ -15,8 +15,7 @@ from ..kernel_arguments import device_guard
 from .launch_cache import launch_kernel
 
 _NUMBERS = (
-    "entries", "width", "extent", "reach", "inverse_scale", "batch", "heads", "key_blocks", "bands", "queries",
-    "length", "begin",
+    "entries", "width", "extent", "reach", "inverse_scale", "batch", "heads", "key_blocks", "bands", "length", "begin",
 )  # fmt: skip
 kernel: Any = jit(do_not_specialize=_NUMBERS)
 
@@ -106,7 +105,7 @@ def diagonal_sums_kernel(
 @kernel
 def finalize_gradient_kernel(
     line_pointer, far_pointer, total_pointer, gradient_pointer,
-    batch, heads, queries, length, begin, reach,
+    length, begin, reach,
     HAS_FAR: tl.constexpr, HAS_TOTAL: tl.constexpr, BLOCK: tl.constexpr, ACCUMULATE: tl.constexpr,
 ):  # fmt: skip
     """Each program computes the gradient of a head from `line`, whose index `begin` is the distance 1 - reach.
@@ -123,15 +122,12 @@ def finalize_gradient_kernel(
         tl.store(gradient_pointer + head * (2 * reach + 1) + distance + reach, value, mask=between & (index < length))
         near += tl.where(between, value, 0.0)
         high += tl.where(distance >= reach, value, 0.0)
-    if HAS_FAR:
-        for start in range(0, batch * queries, BLOCK):
-            row = start + tl.arange(0, BLOCK)
-            far_offset = (row // queries * heads + head).to(tl.int64) * queries + row % queries
-            high += tl.load(far_pointer + far_offset, mask=row < batch * queries, other=0.0)
     total = tl.zeros((), ACCUMULATE)
     if HAS_TOTAL:
         total = tl.load(total_pointer + head)
     upper = tl.sum(high, 0)
+    if HAS_FAR:
+        upper += tl.load(far_pointer + head)
     tl.store(gradient_pointer + head * (2 * reach + 1) + 2 * reach, upper)
     tl.store(gradient_pointer + head * (2 * reach + 1), total - tl.sum(near, 0) - upper)
 
@@ -152,6 +148,7 @@ def distance_gradient(sums: Tensor, far: Tensor | None, total: Tensor | None, re
     bands = num_bands(reach)
     batch, heads, key_blocks = sums.shape[:3]
     line = sums.new_empty(heads, (bands + 1) * 64)
+    far = None if far is None else far.sum((0, 2))  # on all multiprocessors, unlike a program per head
     accumulate = tl.float64 if sums.dtype == torch.float64 else tl.float32
     first = (-offset - reach - 63) // 64 + 1  # query tile of band 0, seen from key 0
     top = -64 * first - offset  # distance of (key 0, query 0) of band 0
@@ -164,7 +161,7 @@ def distance_gradient(sums: Tensor, far: Tensor | None, total: Tensor | None, re
             "heads": heads,
             "key_blocks": key_blocks,
             "bands": bands,
-            "ROWS": 32,
+            "ROWS": 64,
             "ACCUMULATE": accumulate,
         })  # fmt: skip
         launch_kernel(finalize_gradient_kernel, heads, sums.dtype, sums.device, {
@@ -172,9 +169,6 @@ def distance_gradient(sums: Tensor, far: Tensor | None, total: Tensor | None, re
             "far_pointer": line if far is None else far,
             "total_pointer": line if total is None else total,
             "gradient_pointer": gradient,
-            "batch": batch,
-            "heads": heads,
-            "queries": 0 if far is None else far.shape[2],
             "length": line.shape[1],
             "begin": 1 - reach - (top - 64 * bands),
             "reach": reach,

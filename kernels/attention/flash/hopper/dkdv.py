@@ -118,12 +118,12 @@ def exponents(
 
 
 @jit
-def store_rows(pointer, sums, key, pair, groups, keys, HEAD_DIM: gl.constexpr):
-    """Store rows to a contiguous tensor (batch, keys, groups, HEAD_DIM)."""
+def store_rows(pointer, sums, key, pair, groups, row_heads, keys, HEAD_DIM: gl.constexpr):
+    """Store rows to (batch, keys, groups, HEAD_DIM), part of a contiguous tensor (batch, keys, row_heads, HEAD_DIM)."""
     layout: gl.constexpr = sums.type.layout
     j = key + gl.expand_dims(gl.arange(0, sums.shape[0], gl.SliceLayout(1, layout)), 1)
     column = gl.expand_dims(gl.arange(0, HEAD_DIM, gl.SliceLayout(0, layout)), 0)
-    row = (pair // groups * keys + j).to(gl.int64) * groups + pair % groups
+    row = (pair // groups * keys + j).to(gl.int64) * row_heads + pair % groups
     gl.store(pointer + row * HEAD_DIM + column, sums.to(pointer.dtype.element_ty), mask=j < keys)
 
 
@@ -131,7 +131,7 @@ def store_rows(pointer, sums, key, pair, groups, keys, HEAD_DIM: gl.constexpr):
 def _consume_both(
     dk_pointer, dv_pointer, distance_pointer, slopes_pointer, diagonals_pointer,
     keys_ring, values, queries_ring, lse_buffers, out_gradients_ring, delta_buffers, scratch,
-    order_pointer, order_width, groups, heads_per_group, query_tiles, offset, keys,
+    order_pointer, order_width, groups, row_heads, heads_per_group, query_tiles, offset, keys,
     scale, scale_log2, reach, extent, bands, key_blocks,
     W: gl.constexpr, TILES: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     KEY_STAGES: gl.constexpr, HEAD_DIM: gl.constexpr,
@@ -196,14 +196,14 @@ def _consume_both(
                 release(queries_ring, step, STAGES)
                 step += 1
         release(keys_ring, iteration, KEY_STAGES)
-        store_rows(dk_pointer, dk * scale, key, pair, groups, keys, HEAD_DIM)
-        store_rows(dv_pointer, dv, key, pair, groups, keys, HEAD_DIM)
+        store_rows(dk_pointer, dk * scale, key, pair, groups, row_heads, keys, HEAD_DIM)
+        store_rows(dv_pointer, dv, key, pair, groups, row_heads, keys, HEAD_DIM)
 
 
 @jit
 def _consume_values(
     dv_pointer, keys_ring, queries_ring, lse_buffers, out_gradients_ring, weights_ring,
-    order_pointer, order_width, groups, heads_per_group, query_tiles, offset, keys, scale_log2,
+    order_pointer, order_width, groups, row_heads, heads_per_group, query_tiles, offset, keys, scale_log2,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, KEY_STAGES: gl.constexpr,
     HEAD_DIM: gl.constexpr, CAUSAL: gl.constexpr, dtype: gl.constexpr,
 ):  # fmt: skip
@@ -245,13 +245,13 @@ def _consume_values(
                 release(out_gradients_ring, step, STAGES)
                 step += 1
         release(keys_ring, iteration, KEY_STAGES)
-        store_rows(dv_pointer, dv, key, pair, groups, keys, HEAD_DIM)
+        store_rows(dv_pointer, dv, key, pair, groups, row_heads, keys, HEAD_DIM)
 
 
 @jit
 def _consume_keys(
     dk_pointer, keys_ring, values, queries_ring, out_gradients_ring, delta_buffers, weights_ring,
-    order_pointer, order_width, groups, heads_per_group, query_tiles, offset, keys, scale,
+    order_pointer, order_width, groups, row_heads, heads_per_group, query_tiles, offset, keys, scale,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, KEY_STAGES: gl.constexpr,
     HEAD_DIM: gl.constexpr, CAUSAL: gl.constexpr, dtype: gl.constexpr,
 ):  # fmt: skip
@@ -289,14 +289,14 @@ def _consume_keys(
                 release(out_gradients_ring, step, STAGES)
                 step += 1
         release(keys_ring, iteration, KEY_STAGES)
-        store_rows(dk_pointer, dk * scale, tile * BLOCK_N, pair, groups, keys, HEAD_DIM)
+        store_rows(dk_pointer, dk * scale, tile * BLOCK_N, pair, groups, row_heads, keys, HEAD_DIM)
 
 
 @kernel
 def hopper_dkdv(
     q_descriptor, k_descriptor, v_descriptor, do_descriptor, lse_descriptor, delta_descriptor,
     dk_pointer, dv_pointer, distance_pointer, slopes_pointer, diagonals_pointer,
-    order_pointer, order_width, groups, heads_per_group, query_tiles, queries, keys,
+    order_pointer, order_width, groups, row_heads, heads_per_group, query_tiles, queries, keys,
     scale, scale_log2, reach, extent, bands, key_blocks,
     TILES: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     KEY_STAGES: gl.constexpr, HEAD_DIM: gl.constexpr,
@@ -305,7 +305,7 @@ def hopper_dkdv(
     """Compute the gradients of each tile of TILES * BLOCK_N keys and values, summed over the group's heads in order.
 
     Descriptors over (batch, rows, heads, HEAD_DIM); of lse (base 2, +inf in fully masked rows) and delta over (batch *
-    heads, queries) fp32. dk, dv: contiguous (batch, keys, groups, HEAD_DIM). diagonals (DIAGONALS): see
+    heads, queries) fp32. dk, dv: (batch, keys, groups, HEAD_DIM), see `store_rows`. diagonals (DIAGONALS): see
     `store_diagonals`. Distance and slopes as in `hopper_forward`.
     """
     dtype: gl.constexpr = q_descriptor.dtype
@@ -336,12 +336,12 @@ def hopper_dkdv(
         gl.warp_specialize([
             (_consume_values, (
                 dv_pointer, keys_ring, queries_ring, lse_buffers, out_gradients_ring, weights_ring,
-                order_pointer, order_width, groups, heads_per_group, query_tiles, offset, keys, scale_log2,
+                order_pointer, order_width, groups, row_heads, heads_per_group, query_tiles, offset, keys, scale_log2,
                 BLOCK_M, BLOCK_N, STAGES, KEY_STAGES, HEAD_DIM, CAUSAL, dtype,
             )),
             (_consume_keys, (
                 dk_pointer, keys_ring, values, queries_ring, out_gradients_ring, delta_buffers, weights_ring,
-                order_pointer, order_width, groups, heads_per_group, query_tiles, offset, keys, scale,
+                order_pointer, order_width, groups, row_heads, heads_per_group, query_tiles, offset, keys, scale,
                 BLOCK_M, BLOCK_N, STAGES, KEY_STAGES, HEAD_DIM, CAUSAL, dtype,
             )),
             (_produce, (
@@ -356,7 +356,7 @@ def hopper_dkdv(
             (_consume_both, (
                 dk_pointer, dv_pointer, distance_pointer, slopes_pointer, diagonals_pointer,
                 keys_ring, values, queries_ring, lse_buffers, out_gradients_ring, delta_buffers, scratch,
-                order_pointer, order_width, groups, heads_per_group, query_tiles, offset, keys,
+                order_pointer, order_width, groups, row_heads, heads_per_group, query_tiles, offset, keys,
                 scale, scale_log2, reach, extent, bands, key_blocks,
                 0, TILES, BLOCK_M, BLOCK_N, STAGES, KEY_STAGES, HEAD_DIM, CAUSAL,
                 HAS_DISTANCE, HAS_SLOPE, DIAGONALS, dtype,
@@ -364,7 +364,7 @@ def hopper_dkdv(
             (_consume_both, (
                 dk_pointer, dv_pointer, distance_pointer, slopes_pointer, diagonals_pointer,
                 keys_ring, values, queries_ring, lse_buffers, out_gradients_ring, delta_buffers, other_scratch,
-                order_pointer, order_width, groups, heads_per_group, query_tiles, offset, keys,
+                order_pointer, order_width, groups, row_heads, heads_per_group, query_tiles, offset, keys,
                 scale, scale_log2, reach, extent, bands, key_blocks,
                 1, TILES, BLOCK_M, BLOCK_N, STAGES, KEY_STAGES, HEAD_DIM, CAUSAL,
                 HAS_DISTANCE, HAS_SLOPE, DIAGONALS, dtype,

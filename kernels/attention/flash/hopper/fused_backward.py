@@ -157,7 +157,7 @@ def _compute_part(
 def _consume(
     dk_pointer, dv_pointer,
     keys_ring, values, queries_ring, lse_buffers, out_gradients_ring, delta_buffers, score_gradients_ring, parts_ring,
-    order_pointer, order_width, groups, heads_per_group, query_tiles, offset, keys, scale, scale_log2,
+    order_pointer, order_width, groups, row_heads, heads_per_group, query_tiles, offset, keys, scale, scale_log2,
     W: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, HEAD_DIM: gl.constexpr, CAUSAL: gl.constexpr,
     dtype: gl.constexpr,
 ):  # fmt: skip
@@ -224,8 +224,8 @@ def _consume(
         if step > begin:
             _compute_part(score_gradients_ring, parts_ring, keys_ring, step - 1, W, BLOCK_M, HEAD_DIM)
         release(keys_ring, iteration, 1)
-        store_rows(dk_pointer, dk * scale, key, pair, groups, keys, HEAD_DIM)
-        store_rows(dv_pointer, dv, key, pair, groups, keys, HEAD_DIM)
+        store_rows(dk_pointer, dk * scale, key, pair, groups, row_heads, keys, HEAD_DIM)
+        store_rows(dv_pointer, dv, key, pair, groups, row_heads, keys, HEAD_DIM)
 
 
 @jit
@@ -350,7 +350,7 @@ def _round(
 def hopper_fused_backward(
     q_descriptor, k_descriptor, v_descriptor, do_descriptor, lse_descriptor, delta_descriptor,
     sums_descriptor, dq_descriptor, dk_pointer, dv_pointer, turns_pointer,
-    order_pointer, order_width, groups, heads_per_group, query_tiles, queries, keys, scale, scale_log2,
+    order_pointer, order_width, groups, row_heads, heads_per_group, query_tiles, queries, keys, scale, scale_log2,
     BLOCK_M: gl.constexpr, STAGES: gl.constexpr, HEAD_DIM: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
     """Compute the gradients of each tile of 128 keys and values, and of the queries.
@@ -387,15 +387,15 @@ def hopper_fused_backward(
             dk_pointer, dv_pointer,
             keys_ring, values, queries_ring, lse_buffers, out_gradients_ring, delta_buffers,
             score_gradients_ring, parts_ring,
-            order_pointer, order_width, groups, heads_per_group, query_tiles, offset, keys, scale, scale_log2,
-            0, BLOCK_M, STAGES, HEAD_DIM, CAUSAL, dtype,
+            order_pointer, order_width, groups, row_heads, heads_per_group, query_tiles, offset, keys,
+            scale, scale_log2, 0, BLOCK_M, STAGES, HEAD_DIM, CAUSAL, dtype,
         )),
         (_consume, (
             dk_pointer, dv_pointer,
             keys_ring, values, queries_ring, lse_buffers, out_gradients_ring, delta_buffers,
             score_gradients_ring, parts_ring,
-            order_pointer, order_width, groups, heads_per_group, query_tiles, offset, keys, scale, scale_log2,
-            1, BLOCK_M, STAGES, HEAD_DIM, CAUSAL, dtype,
+            order_pointer, order_width, groups, row_heads, heads_per_group, query_tiles, offset, keys,
+            scale, scale_log2, 1, BLOCK_M, STAGES, HEAD_DIM, CAUSAL, dtype,
         )),
         (_produce, (
             q_descriptor, k_descriptor, v_descriptor, do_descriptor, lse_descriptor, delta_descriptor,

@@ -213,9 +213,10 @@ def prepare_backward(
 
 
 def launch_dq(
-    saved: HopperBackwardInputs, problem: FlashAttentionParams, *, correct_delta: bool, far_sums: bool, slope_sums: bool
-) -> tuple[Tensor, Tensor | None]:
-    """Compute the gradient of q, contiguous, and with `far_sums` or `slope_sums` the row sums of `hopper_dq`.
+    saved: HopperBackwardInputs, problem: FlashAttentionParams, gradient: Tensor, *,
+    correct_delta: bool, far_sums: bool, slope_sums: bool,
+) -> Tensor | None:  # fmt: skip
+    """Compute `gradient`, that of q, strided by rows; with `far_sums` or `slope_sums` return the sums of `hopper_dq`.
 
     `correct_delta`, implied by both, corrects `saved.delta` in place.
     """
@@ -225,7 +226,6 @@ def launch_dq(
     table, reach, extent = saved.distance
     blocks, causal = (_DQ_SLOPES if slope_sums else _DQ)[head_dim], problem.right == 0
     order = _order_of_queries(q, k, blocks, causal)
-    gradient = q.new_empty(q.shape)
     row_sums = saved.lse.new_empty(batch, heads, queries) if far_sums or slope_sums else None
     with device_guard(q):
         launch_kernel(hopper_dq, len(order), q.dtype, q.device, dict(
@@ -262,7 +262,7 @@ def launch_dq(
             SLOPE_SUMS=slope_sums,
             SEPARATE_OUT=head_dim <= 128,
         ))  # fmt: skip
-    return gradient, row_sums
+    return row_sums
 
 
 def _operands_of_keys(saved: HopperBackwardInputs, query_rows: int, key_rows: int) -> dict[str, TileDescriptor]:
@@ -278,16 +278,16 @@ def _operands_of_keys(saved: HopperBackwardInputs, query_rows: int, key_rows: in
 
 
 def launch_dkdv(
-    saved: HopperBackwardInputs, problem: FlashAttentionParams, *, diagonals: bool
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Compute the gradients of k and v, contiguous; with `diagonals` also the sums of `store_diagonals`."""
+    saved: HopperBackwardInputs, problem: FlashAttentionParams, k_gradient: Tensor, v_gradient: Tensor, *,
+    diagonals: bool,
+) -> Tensor | None:  # fmt: skip
+    """Compute the gradients of k and v, strided by rows; with `diagonals` return the sums of `store_diagonals`."""
     q, k = saved.q, saved.k
     batch, queries, heads, head_dim = q.shape
     keys, groups = k.shape[1:3]
     table, reach, extent = saved.distance
     blocks, causal = (_DKDV_DISTANCE if diagonals else _DKDV)[head_dim], problem.right == 0
     order = _order_of_keys(q, k, blocks, causal)
-    k_gradient, v_gradient = k.new_empty(k.shape), k.new_empty(k.shape)
     bands, key_blocks = num_bands(reach), -(-keys // (blocks.tiles * blocks.keys)) * blocks.tiles
     sums = saved.lse.new_zeros(batch, heads, key_blocks, bands, 128) if diagonals else None
     with device_guard(q):
@@ -301,6 +301,7 @@ def launch_dkdv(
             order_pointer=order,
             order_width=order.shape[1],
             groups=groups,
+            row_heads=k_gradient.stride(1) // head_dim,
             heads_per_group=heads // groups,
             query_tiles=-(-queries // blocks.queries),
             queries=queries,
@@ -318,7 +319,7 @@ def launch_dkdv(
             HAS_SLOPE=problem.alibi_slopes is not None,
             DIAGONALS=diagonals,
         ))  # fmt: skip
-    return k_gradient, v_gradient, sums
+    return sums
 
 
 def fused_order(q: Tensor, k: Tensor, problem: FlashAttentionParams) -> Tensor | None:
@@ -335,14 +336,14 @@ def fused_order(q: Tensor, k: Tensor, problem: FlashAttentionParams) -> Tensor |
 
 
 def launch_fused_backward(
-    saved: HopperBackwardInputs, problem: FlashAttentionParams, order: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the gradients of q, k and v, contiguous; `order` is from `fused_order`."""
+    saved: HopperBackwardInputs, problem: FlashAttentionParams, order: Tensor, q_gradient: Tensor, k_gradient: Tensor,
+    v_gradient: Tensor,
+) -> None:  # fmt: skip
+    """Compute the gradients of q, k and v, strided by rows; `order` is from `fused_order`."""
     q, k = saved.q, saved.k
     queries, heads, head_dim = q.shape[1:]
     keys, groups = k.shape[1:3]
     blocks = _FUSED[head_dim]
-    q_gradient, k_gradient, v_gradient = (tensor.new_empty(tensor.shape) for tensor in (q, k, saved.v))
     sums = saved.lse.new_empty(q.shape)
     with device_guard(q):
         launch_kernel(hopper_fused_backward, len(order), q.dtype, q.device, dict(
@@ -355,6 +356,7 @@ def launch_fused_backward(
             order_pointer=order,
             order_width=order.shape[1],
             groups=groups,
+            row_heads=k_gradient.stride(1) // head_dim,
             heads_per_group=heads // groups,
             query_tiles=-(-queries // blocks.queries),
             queries=queries,
@@ -366,4 +368,3 @@ def launch_fused_backward(
             HEAD_DIM=head_dim,
             CAUSAL=problem.right == 0,
         ), cooperative=True)  # fmt: skip
-    return q_gradient, k_gradient, v_gradient

@@ -18,8 +18,8 @@ jit: Any = gluon.jit
 
 # runtime numbers, not specialized, so that their values do not cause new compiled variants
 _NUMBERS = (
-    "order_width", "heads", "heads_per_group", "groups", "queries", "pitch", "keys", "query_tiles", "reach", "extent",
-    "bands", "key_blocks", "offset",
+    "order_width", "heads", "heads_per_group", "groups", "row_heads", "queries", "pitch", "keys", "query_tiles",
+    "reach", "extent", "bands", "key_blocks", "offset",
 )  # fmt: skip
 kernel: Any = gluon.jit(do_not_specialize=_NUMBERS)
 
