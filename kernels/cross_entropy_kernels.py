@@ -58,7 +58,12 @@ def _store_row_gradient(
     offsets = tl.arange(0, BLOCK)
     for start in range(0, padded_vocab, BLOCK):
         column = start + offsets
-        logit = tl.load(row_pointer + column, mask=column < valid_vocab, other=float("-inf")).to(tl.float32)
+        logit = tl.load(
+            row_pointer + column,
+            mask=column < valid_vocab,
+            other=float("-inf"),
+            eviction_policy="evict_first",  # so that the L2 cache keeps rows that are to be read again
+        ).to(tl.float32)
         slope = 1.0
         if CAPPED:
             logit, slope = _capped(logit, softcap)
@@ -72,7 +77,12 @@ def _store_row_gradient(
         else:
             gradient -= tl.where(column == label, 1.0, 0.0)
         gradient *= slope * factor
-        tl.store(row_pointer + column, gradient.to(row_pointer.dtype.element_ty), mask=column < padded_vocab)
+        tl.store(
+            row_pointer + column,
+            gradient.to(row_pointer.dtype.element_ty),
+            mask=column < padded_vocab,
+            eviction_policy="evict_first",
+        )
 
 
 @jit

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from functools import partial
 
+import torch
 from torch import Tensor, nn
 
 from ...kernels.fp8.operands import Source
+from ...kernels.launch import triton_runs_on
 from ..memory.recompute import run_with_recomputed_input
 from .dropout import DropoutMask
 from .fp8_linear import Fp8Linear
@@ -39,6 +41,19 @@ class FusedLinear(nn.Linear):
 def can_skip_norm_output(linear: nn.Linear, norm: LayerNorm | RMSNorm) -> bool:
     """Return True if the backward of `linear` needs no norm output and nothing has to be recomputed for it."""
     return isinstance(linear, FusedLinear) and linear.can_skip_norm_output(norm)
+
+
+def can_detach_bias(linear: nn.Linear, hidden: Tensor) -> bool:
+    """Return True if the operation after `linear` can compute the gradient of its bias (kernels/bias_gradients.py).
+
+    Not in eager mode, where the memory estimate counts what autograd saves for the unfused operations, nor under
+    autocast.
+    """
+    if type(linear) is not nn.Linear or linear.bias is None or not linear.bias.requires_grad:
+        return False
+    if not torch.is_grad_enabled() or torch.is_autocast_enabled("cuda"):
+        return False
+    return torch.compiler.is_compiling() and triton_runs_on(hidden)
 
 
 def linear_add_residual(

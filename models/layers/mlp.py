@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...kernels.activations import (
@@ -15,6 +16,7 @@ from ...kernels.activations import (
     SAVES_ONLY_OUTPUT,
     add_activation,
 )
+from ...kernels.bias_gradients import biased_activation
 from ...kernels.fp8.gated_mlp import can_fuse_gated_mlp, fp8_gated_mlp
 from ...kernels.fp8.operands import Source
 from ...kernels.gated_activation import gated_activation
@@ -30,7 +32,7 @@ from ..parallel.traffic import Collective
 from .cost import Matrix, PartMemory, SavedTensors, StackInputs, Weights
 from .dropout import ACTIVATION, LORA_DOWN, LORA_UP, DropoutMask, LayerDropout, require_dropout
 from .fp8_linear import Fp8Linear, reads_source
-from .fused_linear import linear_add_residual, norm_linear
+from .fused_linear import can_detach_bias, linear_add_residual, norm_linear
 from .norm import LayerNorm, RMSNorm, build_norm, norm_saved_bytes, norm_saves_input
 
 
@@ -103,12 +105,17 @@ class MLP(RecomputableModule):
                 else run_with_recomputed_input(norm, self._fp8_function, hidden)
             )
             return output if residual is None else residual + output
-        if norm is None:
-            projected = linear_add_residual(None, self.up, hidden, up_mask, source)
-        else:
+        activates = not (self.gated or self.is_recomputed) and self.nonlinearity in FUSED_ACTIVATIONS
+        bias = None  # whose gradient the activation computes
+        if norm is not None:
             projected, residual = norm_linear(norm, self.up, hidden, residual, up_mask)
+        elif activates and can_detach_bias(self.up, hidden):
+            bias = self.up.bias
+            projected = F.linear(hidden, self.up.weight, bias.detach())
+        else:
+            projected = linear_add_residual(None, self.up, hidden, up_mask, source)
         if not self.is_recomputed:
-            inner, source = self._inner(projected, inner_mask), self._inner_source(projected)
+            inner, source = self._inner(projected, inner_mask, bias), self._inner_source(projected)
             return linear_add_residual(residual, self.down, inner, down_mask, source)
         fusable = self.inner_norm is None and not self.dropout and type(self.down) is nn.Linear
         fusable = fusable and self.nonlinearity in FUSED_ACTIVATIONS
@@ -157,9 +164,11 @@ class MLP(RecomputableModule):
         rows = projected.detach().flatten(0, -2)
         return Source("gated" if self.gated else "activation", (rows,), self.nonlinearity)
 
-    def _inner(self, projected: Tensor, dropout: DropoutMask | None = None) -> Tensor:
-        """Apply everything between the projections: nonlinearity, norm, dropout."""
-        if self.gated:
+    def _inner(self, projected: Tensor, dropout: DropoutMask | None = None, bias: Tensor | None = None) -> Tensor:
+        """Apply everything between the projections: nonlinearity, with the gradient of `bias`, norm, dropout."""
+        if bias is not None:
+            inner = biased_activation(projected, bias, self.nonlinearity)
+        elif self.gated:
             inner = gated_activation(projected, self.nonlinearity)
         else:
             inner = NONLINEARITIES[self.nonlinearity](projected)

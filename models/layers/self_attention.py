@@ -5,12 +5,15 @@ from __future__ import annotations
 from typing import Unpack
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ...kernels.attention.backends.triton import triton_attention
 from ...kernels.attention.decode import Append, DecodeInputs, decode_attention, triton_decode_attention
 from ...kernels.attention.dispatch import BackendSelection
 from ...kernels.attention.inputs import AttentionInputs
 from ...kernels.attention.kv_append import apply_rotary_and_append_kv
+from ...kernels.bias_gradients import split_heads
 from ...kernels.fp8.operands import Source
 from ...kernels.fused_qkv_rope import fused_qkv_rope
 from ...kernels.launch import triton_runs_on
@@ -25,7 +28,7 @@ from .attention import Attention, AttentionArguments, Backends, attention_argume
 from .context import LayerContext
 from .cost import ByteWidths, Matrix, PartMemory, SavedTensors, StackInputs, Weights
 from .dropout import ATTENTION_WEIGHTS, LORA_OUTPUT, LORA_QKV
-from .fused_linear import linear_add_residual, norm_linear
+from .fused_linear import can_detach_bias, linear_add_residual, norm_linear
 from .norm import LayerNorm, RMSNorm, norm_parameters
 from .position_embeddings import RotaryTables
 
@@ -81,10 +84,14 @@ class SelfAttention(Attention):
             Shaped like `hidden`.
         """
         mask = None if context.dropout is None else context.dropout.of_stream(LORA_QKV)
-        if norm is None:
-            projected = linear_add_residual(None, self.qkv, hidden, mask, source)
-        else:
+        bias = None  # whose gradient the split computes
+        if norm is not None:
             projected, residual = norm_linear(norm, self.qkv, hidden, residual, mask)
+        elif self._concatenates_gradients(context) and can_detach_bias(self.qkv, hidden):
+            bias = self.qkv.bias
+            projected = F.linear(hidden, self.qkv.weight, bias.detach())
+        else:
+            projected = linear_add_residual(None, self.qkv, hidden, mask, source)
         if context.batch is not None:
             projected = projected.view(context.batch, -1, projected.shape[-1])
         projected = projected.unflatten(-1, (self.heads + 2 * self.groups, self.head_dim))
@@ -92,7 +99,10 @@ class SelfAttention(Attention):
         if cache is not None and hidden.shape[1] == 1:
             heads = self._decode(projected[:, 0], context, cache)[:, None]
             return self._project_output(heads, residual, LORA_OUTPUT, None)
-        query, key, value = self._split_and_rotate(projected, context.rotary)
+        if bias is None:
+            query, key, value = self._split_and_rotate(projected, context.rotary)
+        else:
+            query, key, value = split_heads(projected, bias, self.groups)
         if cache is not None:
             cache.prefill(key, value)
         terms = context.terms
@@ -114,6 +124,11 @@ class SelfAttention(Attention):
             packed=context.packed,
         )
         return self._project_output(self.backends[context.kind](inputs), residual, LORA_OUTPUT, context.dropout)
+
+    def _concatenates_gradients(self, context: LayerContext) -> bool:
+        """Return True if the backward of the split concatenates gradients, which `triton` attention does not need."""
+        is_split = context.rotary is None and self.query_norm is None
+        return is_split and self.backends[context.kind] is not triton_attention
 
     def _decode(self, projected: Tensor, context: LayerContext, cache: LayerKVCache) -> Tensor:
         """Append one token per sequence, (rows, heads + 2 groups, head_dim), to the KV cache; attend to all of it."""

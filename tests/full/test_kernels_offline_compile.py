@@ -11,6 +11,8 @@ pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="Triton has no build for 
 REGISTERS = {
     "adamw": 128,
     "adamw_aligned": 64,
+    "biases_activation": 72,
+    "biases_join": 64,
     "count_assignments": 32,
     "cross_entropy": 128,
     "cross_entropy_smoothed": 128,

@@ -18,8 +18,11 @@ pytestmark = pytest.mark.gpu
 
 SIZE: dict[str, Any] = {"hidden_size": 64, "ffn_hidden_size": 96, "num_layers": 2, "normalization": "rmsnorm"}
 LOSSES: dict[str, Any] = {"moe_aux_loss_coeff": 0.1, "moe_z_loss_coeff": 0.1}
+BIASES: dict[str, Any] = {"normalization": "layernorm", "bias": True, "activation": "gelu"}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "dense": ("gpt", {}),
+    "biases": ("gpt", BIASES),
+    "biases, own attention": ("gpt", {**BIASES, "attention_backend": "triton"}),
     "parallel": ("gpt", {"transformer_block_type": "parallel_ln"}),
     "experts": ("experts", {**LOSSES, "moe_shared_expert_intermediate_size": None}),
     "experts, shared one": ("experts", LOSSES),

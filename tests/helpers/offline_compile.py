@@ -22,7 +22,7 @@ def cases(capability: int) -> list[tuple[str, Any, dict[str, str], dict[str, Any
     """Return (name, kernel, argument types, constexprs, launch options) of all kernels for a compute capability."""
     import torch
 
-    from stoker.kernels import rms_norm_residual
+    from stoker.kernels import bias_gradients, rms_norm_residual
     from stoker.kernels.cross_entropy_kernels import _loss_and_gradient_kernel
     from stoker.kernels.dropout import _dropout_kernel
     from stoker.kernels.fused_qkv_rope import fused_qkv_rope_kernel
@@ -117,6 +117,14 @@ def cases(capability: int) -> list[tuple[str, Any, dict[str, str], dict[str, Any
         name = f"forked_norm_{width}" + "_again" * again
         return name, rms_norm_residual.rms_norm_residual_backward_kernel, types, constants, launch
 
+    def biases_of(name: str, kind: str | None) -> Any:
+        kernel = bias_gradients.write_and_sum_kernel
+        constants = {"KIND": kind, "ROWS": bias_gradients.ROWS, "BLOCK": bias_gradients.BLOCK}
+        constants |= {"inputs_pointer": None} if kind is None else {}
+        known = dict.fromkeys(("rows", "width", "pitch", "chunk_rows"), "i32") | {"partial_pointer": "*fp32"}
+        types = {name: known.get(name, "*bf16") for name in kernel.arg_names if name not in constants}
+        return f"biases_{name}", kernel, types, constants, {"num_warps": 4}
+
     def split_options(tile: lora_grad.Tile, rank: int) -> tuple[dict[str, Any], dict[str, Any]]:
         constants = tile.launch_options(rank)
         launch = {name: constants.pop(name) for name in ("num_warps", "num_stages")}
@@ -157,6 +165,8 @@ def cases(capability: int) -> list[tuple[str, Any, dict[str, str], dict[str, Any
             for width in (256, 1024, rms_norm_residual.MAX_WIDTH)
             for again in (False, True)
         ),
+        biases_of("activation", "gelu_tanh"),
+        biases_of("join", None),
         narrow_of(16, 8192),
         *(of(rank) for of in (narrow_of, update_of) for rank in (16, lora_grad.MAX_RANK)),
         (
@@ -310,7 +320,7 @@ def compiled(capabilities: Sequence[int] = CAPABILITIES, only: str = "") -> list
             attributes = {
                 (n,): [["tt.divisibility", 16]]
                 for n in multiples
-                if name.startswith(("forked", "lora", "narrow", "send"))
+                if name.startswith(("forked", "lora", "narrow", "biases", "send"))
             }
             source = ASTSource(fn=kernel, signature=order, constexprs=constants, attrs=attributes)
             program = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)

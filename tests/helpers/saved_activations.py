@@ -33,6 +33,7 @@ from stoker.models.build import TORCH_DTYPES, get_stacks
 from stoker.models.config.peft import peft_slice
 from stoker.models.dispatch.attention_choices import plan_attentions
 from stoker.models.fp8 import apply_fp8
+from stoker.models.layers import fused_linear
 from stoker.models.layers.context import LayerContext, Memory
 from stoker.models.parallel.collectives import TensorParallel
 from stoker.models.parallel.stages import StageInput
@@ -46,7 +47,7 @@ from tests.helpers.resolved import gpu_target
 
 _BY_TRITON = (
     cross_entropy, rms_norm_residual, gated_activation, lora_gated_mlp, lora_linear, masked_softmax, unfused,
-    recompute_scores, expert_mlps, grouped_matmul, permute,
+    recompute_scores, expert_mlps, grouped_matmul, permute, fused_linear,
 )  # fmt: skip
 
 
