@@ -50,14 +50,17 @@ def test_ratios_are_medians_within_a_round(report: ModuleType, tmp_path: Path) -
         *(step(number, "hf", speed) for number, speed in ((1, 330.0), (3, 304.0))),
         {"round": 1, "peer": "plain", "refused": "out of memory"},
     ]
+    other = step(1, "plain_flash", 1000.0, model="gpt2")
     file = tmp_path / "results.jsonl"
-    file.write_text("\n".join(map(json.dumps, rows)))
-    text = report.text_of("training_step", file)
+    file.write_text("\n".join(json.dumps(row) for row in [*({**row, "model": "gpt"} for row in rows), other]))
+    text = report.text_of("training_step_gpt", file)
     assert "Device: GPU; torch 2, cuDNN 9, triton 3; 2026-11-24; 3 rounds of 1 windows." in text
     assert "| HF Llama, each layer compiled, SDPA, bf16 autocast | 317 | 316.0 | 8.0 | 1.095 x |" in text
     assert "| 316 | 316.5 | 8.0 |  |" in text
     assert "| out of memory |  |  |  |" in text
-    assert report.text_of("training_step", tmp_path / "none.jsonl") == "training_step: nothing ran\n"
+    assert "1,000" not in text
+    assert "flash SDPA, bf16 autocast | 1,000 | 100.0 | 8.0 |  |" in report.text_of("training_step_gpt2", file)
+    assert report.text_of("training_step_gpt", tmp_path / "none.jsonl") == "training_step_gpt: nothing ran\n"
 
 
 def test_layouts_on_several_gpus(report: ModuleType) -> None:

@@ -6,7 +6,7 @@ Every builder returns `step(tokens, labels)`: forward, backward, clip to 1.0, Ad
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 
@@ -30,6 +30,10 @@ class Shape:
     vocab: int = 32000
     sequence: int = 4096
     micro_batch: int = 4
+
+
+Peers = dict[str, tuple[str, Callable[[Shape], Step]]]
+"""Name -> title, builder."""
 
 
 def build_optimizer(model: nn.Module) -> torch.optim.Optimizer:
@@ -72,17 +76,21 @@ def hf_llama(shape: Shape, *, whole: bool = False) -> Step:
     )
     with torch.device("cuda"):
         model = LlamaForCausalLM(config)
+    return hf_step(model, [model] if whole else model.model.layers)
+
+
+def hf_step(model: nn.Module, compiled: Iterable[nn.Module]) -> Step:
+    """Train step of a model of transformers with the given modules compiled.
+
+    If those are its layers, the mask is built outside of compiled code, where transformers detects that it is causal
+    and omits it.
+    """
     model.train()
-    if whole:
-        run = torch.compile(model)
-    else:
-        # so the mask is built outside of compiled code, where transformers detects that it is causal and omits it
-        for layer in model.model.layers:
-            layer.compile()
-        run = model
+    for module in compiled:
+        module.compile()
 
     def loss_of(tokens: Tensor, labels: Tensor) -> Tensor:
-        logits = run(input_ids=tokens).logits
+        logits = model(input_ids=tokens).logits
         return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
 
     return autocast_step(loss_of, model)
@@ -148,7 +156,7 @@ def plain_torch(shape: Shape) -> Step:
     return autocast_step(torch.compile(model), model)
 
 
-PEERS: dict[str, tuple[str, Callable[[Shape], Step]]] = {
+PEERS: Peers = {
     "hf": ("HF Llama, each layer compiled, SDPA, bf16 autocast", hf_llama),
     "hf_whole": ("HF Llama, the whole model compiled, SDPA, bf16 autocast", partial(hf_llama, whole=True)),
     "plain": ("plain torch, compiled, forced cuDNN SDPA, bf16 autocast", plain_torch),

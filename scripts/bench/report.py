@@ -113,7 +113,15 @@ MATMULS = kernels({"forward": 1.0}, milliseconds=True)
 LOOP = runs(loop_overhead.TITLES, ("ms/step", "time, of the bare loop"), base="loop", by_speed=False)
 MOVED, ONE_RUN = "2026-11-23, all that", "2026-11-23, one run"
 TABLES: dict[str, Table] = {
-    "training_step": Table("training_step.jsonl", runs(training_step.TITLES), overrides=training_step.OVERRIDES),
+    **{
+        f"training_step_{name}": Table(
+            "training_step.jsonl",
+            runs(model.titles),
+            lambda row, name=name: row["model"] == name,
+            model.overrides,
+        )
+        for name, model in training_step.MODELS.items()
+    },
     **{
         f"loop_{case}": Table("loop_overhead.jsonl", LOOP, lambda row, case=case: row["case"] == case)
         for case in loop_overhead.CASES
@@ -168,11 +176,11 @@ TABLES: dict[str, Table] = {
         f"attention_{name}": Table("attention.jsonl", render, lambda row, name=name: row["section"] == name)
         for name, render in SECTIONS.items()
     },
-    "data_parallel": Table("data_parallel.jsonl", exchange, overrides=training_step.OVERRIDES),
+    "data_parallel": Table("data_parallel.jsonl", exchange, overrides=training_step.MODELS["gpt"].overrides),
     "parallel": Table("parallel.jsonl", several),
 }
 SPEED = {
-    "GPT 1.2 B, sequence 4096": ("training_step", "stoker"),
+    "GPT 1.2 B, sequence 4096": ("training_step_gpt", "stoker"),
     "MoE 1.5 B, 8 experts top-2, bf16": ("moe_step", "stoker_bf16"),
     "T5 base, 512 / 114 tokens": ("t5_short", "stoker"),
     "T5 base, 2048 / 512 tokens": ("t5_long", "stoker"),

@@ -1,28 +1,25 @@
-"""Training-step benchmark of `experiment=llama_1b_bench` and its peers; see `rounds.py` for the method.
+"""Training-step benchmark of two models and their peers; see `rounds.py` for the method.
 
-python scripts/bench/training_step.py [--rounds 3] [--only stoker hf ...] [--seconds 500]
-    [--results FILE.jsonl]
+    python scripts/bench/training_step.py [--model gpt gpt2] [--rounds 3] [--only stoker hf ...] [--seconds 500]
+        [--results FILE.jsonl]
+
+`gpt` is `experiment=llama_1b_bench`, `gpt2` is GPT-2 124M: 1,024 tokens, micro batch 32, no dropout.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
+import gpt2_peers
+import peers
 import torch
-from peers import PEERS, Shape, Step
+from peers import Peers, Shape, Step
 from rounds import Length, Row, result, run_benchmark, stoker_result, time_windows
 
-OVERRIDES = ["experiment=llama_1b_bench"]
-TITLES = {
-    "stoker": "stoker: `stoker train experiment=llama_1b_bench`",
-    "stoker_loop": "stoker's model, optimizer and kernels in a bare loop",
-    **{name: title for name, (title, _) in PEERS.items()},
-}
-TOKENS = Shape.micro_batch * Shape.sequence
 
-
-def stoker_loop(_: Shape) -> Step:
-    """Train step of stoker's model and optimizer without Lightning, dataloader and logging."""
+def stoker_loop(shape: Shape) -> Step:
+    """Train step of stoker's model and optimizer without Lightning, dataloader and logging; of the model `gpt`."""
     from stoker.kernels.attention.flags import read_flags
     from stoker.models.build import build_model
     from stoker.models.config.batch_shape import BatchSpec
@@ -31,7 +28,7 @@ def stoker_loop(_: Shape) -> Step:
     from stoker.trainer.config.load import load_run_config
     from stoker.trainer.optim.adamw import AdamW
 
-    keys = load_run_config(None, None, OVERRIDES).root.model
+    keys = load_run_config(None, None, MODELS["gpt"].overrides).root.model
     assert isinstance(keys, GPTKeys)
     model = build_model(
         keys,
@@ -39,7 +36,7 @@ def stoker_loop(_: Shape) -> Step:
         device=torch.device("cuda"),
         dtype=torch.bfloat16,
         flags=read_flags(),
-        micro_batch_size=Shape.micro_batch,
+        micro_batch_size=shape.micro_batch,
         batch_spec=BatchSpec(seq_length=keys.encoder_seq_length),
     )
     assert isinstance(model, GPT)
@@ -74,14 +71,51 @@ def windows_of(build: Callable[[Shape], Step], shape: Shape) -> list[float]:
     return time_windows(run, Length())
 
 
-def measure(name: str, _: str) -> Row:
+class Model(NamedTuple):
+    """Shape of a model, the overrides of `stoker train` for it, and what it is compared with."""
+
+    shape: Shape
+    overrides: list[str]
+    peers: Peers
+
+    @property
+    def titles(self) -> dict[str, str]:
+        own = {"stoker": f"stoker: `stoker train {self.overrides[0]}`"}
+        return own | {name: title for name, (title, _) in self.peers.items()}
+
+
+LOOP: Peers = {"stoker_loop": ("stoker's model, optimizer and kernels in a bare loop", stoker_loop)}
+MODELS = {
+    "gpt": Model(Shape(), ["experiment=llama_1b_bench"], LOOP | peers.PEERS),
+    "gpt2": Model(
+        gpt2_peers.GPT2,
+        [
+            *("model=gpt2_124m", "data=mock", "trainer=gpu", "trainer.limit_val_batches=0"),
+            *("model.micro_batch_size=32", "model.global_batch_size=32"),
+            *("model.hidden_dropout=0", "model.attention_dropout=0", "exp_manager.create_checkpoint_callback=false"),
+        ],
+        gpt2_peers.PEERS,
+    ),
+}
+
+
+def measure(name: str, case: str) -> Row:
     """Run one contender in this process."""
+    model = MODELS[case]
+    tokens = model.shape.micro_batch * model.shape.sequence
     if name == "stoker":
-        return stoker_result(name, OVERRIDES, Length(), TOKENS)
-    builders: dict[str, Callable[[Shape], Step]] = {n: build for n, (_, build) in PEERS.items()}
-    builders["stoker_loop"] = stoker_loop
-    return result(name, windows_of(builders[name], Shape()), TOKENS)
+        return stoker_result(name, model.overrides, Length(), tokens)
+    return result(name, windows_of(model.peers[name][1], model.shape), tokens)
 
 
 if __name__ == "__main__":
-    run_benchmark(__file__, __doc__, TITLES, measure, lambda _: ["training_step"])
+    run_benchmark(
+        __file__,
+        __doc__,
+        dict.fromkeys(name for model in MODELS.values() for name in model.titles),
+        measure,
+        lambda case: [f"training_step_{case}"],
+        option="--model",
+        cases=list(MODELS),
+        chosen=lambda case: MODELS[case].titles,
+    )
