@@ -36,6 +36,9 @@ class MoEKeys(DenseStackKeys):
     (arXiv 2202.08906), typically 0.001; null and 0: none."""
     moe_input_jitter_eps: float | None = Field(None, gt=0, lt=1)
     """Multiply the router's input by uniform noise between 1 - eps and 1 + eps, in training only; null: none."""
+    moe_router_force_load_balancing: bool = False
+    """For benchmarks only: random router logits in training, so that every expert gets about its share of the tokens
+    and the router learns nothing; their gradient is given to the router's own logits."""
     moe_token_dropping: bool = False
     """True: drop and pad, the same as `moe_pad_expert_input_to_capacity`; needs a `moe_expert_capacity_factor`."""
     moe_token_dispatcher_type: Literal["allgather", "alltoall", "alltoall_seq", "flex"] | None = None
@@ -94,6 +97,7 @@ class MoESlice:
 
     Attributes:
         jitter: the router's input is multiplied by uniform noise from 1 - jitter to 1 + jitter, in training.
+        force_load_balancing: random router logits in training, for benchmarks.
         implementation: grouped GEMMs, or a loop over the experts.
         dispatcher: how tokens get to experts on other ranks.
         bias_update_rate: update rate of the expert bias; None without this bias.
@@ -107,6 +111,7 @@ class MoESlice:
     aux_loss: float
     z_loss: float
     jitter: float | None
+    force_load_balancing: bool
     capacity_factor: float | None
     pad_to_capacity: bool
     drop_policy: Literal["probs", "position"]
@@ -184,6 +189,7 @@ def moe_slice(keys: MoEKeys) -> MoESlice | None:
         aux_loss=keys.moe_aux_loss_coeff if balancing == "aux_loss" else 0.0,
         z_loss=keys.moe_z_loss_coeff or 0.0,
         jitter=keys.moe_input_jitter_eps,
+        force_load_balancing=keys.moe_router_force_load_balancing,
         capacity_factor=capacity_factor_of(keys),
         pad_to_capacity=keys.moe_pad_expert_input_to_capacity or keys.moe_token_dropping,
         drop_policy=keys.moe_token_drop_policy,

@@ -247,6 +247,17 @@ def expert_groups_are_valid(keys: MoEKeys) -> Iterator[Finding]:
 # ---------------------------------------------------------------- load balancing and capacity
 
 
+def forced_balance_is_for_benchmarks(keys: MoEKeys) -> Iterator[Finding]:
+    """Random routing does not train the router."""
+    name = "moe_router_force_load_balancing"
+    if getattr(keys, name):
+        yield Finding.warning(
+            (name,),
+            f"`{name}` (True) sends tokens to random experts in training: for benchmarks only, the router is not trained.",
+            f"use {name}=false",
+        )
+
+
 def balancing_needs_a_coefficient(keys: MoEKeys) -> Iterator[Finding]:
     """A balancing loss needs a coefficient and vice versa.
 
@@ -356,6 +367,7 @@ MOE_RULES: tuple[Callable[[MoEKeys], Iterator[Finding]], ...] = (
     score_function_fits_other_keys,
     bias_update_rate_needs_bias,
     expert_groups_are_valid,
+    forced_balance_is_for_benchmarks,
     balancing_needs_a_coefficient,
     capacity_is_valid,
     sequential_experts_are_slow,

@@ -27,7 +27,8 @@ _TRAINING = {
     *("embedding_std", "seed", "compile", "use_flash_attention", "backend", "transformer_engine"),
     *("masked_softmax_fusion", "aux_loss", "z_loss", "jitter", "recompute", "offload"),
     *("implementation", "router_dtype", "bias_update_rate", "seq_length", "positions_by_document"),
-    *("padded_vocab_size", "drop_policy", "pad_to_capacity"),  # the last two act with a capacity only
+    *("force_load_balancing", "padded_vocab_size"),
+    *("drop_policy", "pad_to_capacity"),  # act with a capacity only
 }
 """Fields of a slice that affect training or computation, but not the function that the model computes."""
 _MEANING = {"balancing": lambda kind: kind == "sinkhorn"}

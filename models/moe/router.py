@@ -96,6 +96,7 @@ class Router(nn.Module):
         aux_loss: float,
         z_loss: float,
         jitter: float | None,
+        force_load_balancing: bool,
         capacity_factor: float | None,
         drop_policy: DropPolicy,
         dtype: torch.dtype,
@@ -111,7 +112,8 @@ class Router(nn.Module):
         self.aux_loss = aux_loss
         self.z_loss = z_loss
         self.jitter = jitter
-        self.has_dropout = jitter is not None
+        self.force_load_balancing = force_load_balancing
+        self.has_dropout = jitter is not None or force_load_balancing
         self.capacity_factor = capacity_factor
         self.drop_policy: DropPolicy = drop_policy
         self.dtype = dtype
@@ -136,7 +138,7 @@ class Router(nn.Module):
             loss_share: scalar, factor of the gradients of both auxiliary losses.
             real: bool (tokens of all ranks,), False for padding, which is not routed nor counted; None: all are real.
             batch: samples of the tokens.
-            noise: key and places of the jitter; None outside training or without jitter.
+            noise: key and places of the jitter and of forced load balancing; None outside training or without both.
             use_capacity: apply the capacity factor, if there is one.
         """
         number = len(self.weight)
@@ -146,7 +148,10 @@ class Router(nn.Module):
             if self.training and self.jitter is not None:
                 inputs = inputs.to(dtype)
                 inputs = inputs * (1.0 + self.jitter * require_dropout(noise).noise(inputs.shape[1], dtype))
-            logits = self._of_all_ranks(router_logits(inputs, self.weight, dtype), batch)
+            logits = router_logits(inputs, self.weight, dtype)
+            if self.training and self.force_load_balancing:  # straight-through, like Megatron's `RandomSTE`
+                logits = require_dropout(noise).noise(number, dtype) + (logits - logits.detach())
+            logits = self._of_all_ranks(logits, batch)
             logits_loss = z_loss(logits, token_mask=real)
             if self.training and self.z_loss:
                 logits = attach_auxiliary_loss(logits, self.z_loss * logits_loss, loss_share)
@@ -217,6 +222,7 @@ def build_router(hidden_size: int, moe: MoESlice) -> Router:
         aux_loss=moe.aux_loss,
         z_loss=moe.z_loss,
         jitter=moe.jitter,
+        force_load_balancing=moe.force_load_balancing,
         capacity_factor=moe.capacity_factor,
         drop_policy=moe.drop_policy,
         dtype={"fp32": torch.float32, "fp64": torch.float64}[moe.router_dtype],

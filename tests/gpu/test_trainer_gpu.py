@@ -56,11 +56,12 @@ def test_a_step_never_waits_for_the_device(tmp_path, steps_without_sync, precisi
         {},
         {"model__bias": True, "model__moe_layer_recompute": True, "model__moe_input_jitter_eps": 0.1},
         {"model__moe_expert_capacity_factor": 1.0, "model__moe_dropout": 0.1},
+        {"model__moe_router_force_load_balancing": True},
         {"model__moe_expert_capacity_factor": 1.0, "model__moe_pad_expert_input_to_capacity": True},
         {"model__bias": True, "trainer__deterministic": True},
         {"model__moe_router_load_balancing_type": "sinkhorn", "model__moe_aux_loss_coeff": 0.0},
     ],
-    ids=["plain", "recompute", "capacity", "padded", "deterministic", "sinkhorn"],
+    ids=["plain", "recompute", "capacity", "forced", "padded", "deterministic", "sinkhorn"],
 )
 def test_a_step_with_experts_never_waits_for_the_device(tmp_path, steps_without_sync, case, compiled):
     settings = GPU | LLAMA | NO_DROPOUT | EXPERTS | case | {"model__compile": compiled, "trainer__precision": "bf16"}

@@ -38,6 +38,7 @@ FULL_RECOMPUTE: dict[str, Any] = {
 DROPOUTS = dict.fromkeys(
     ("hidden_dropout", "attention_dropout", "ffn_dropout", "moe_dropout", "moe_input_jitter_eps"), 0.3
 )
+FORCED = {"moe_router_force_load_balancing": True}
 T5: dict[str, Any] = {"family": "t5", "position_embedding_type": "relative", "relative_attention_num_buckets": 8}
 PAIR, QUAD = {"data": 4, "expert": 2}, {"data": 4, "expert": 4}
 OVER_TENSOR, OVER_BOTH = {"data": 2, "tensor": 2, "expert": 2}, {"data": 2, "tensor": 2, "expert": 4}
@@ -52,7 +53,7 @@ CASES: list[Case] = [
     (MOE | SHARED | RECOMPUTE, QUAD, LENGTHS),
     (MOE | TIGHT | PADDED | SHARED, OVER_BOTH, {}),
     (MOE | GATHER | TIGHT | SHARED | DROPOUTS, OVER_TENSOR, LENGTHS),
-    (MOE | FIRST | SHARED | DROPOUTS, CONTEXT_TENSOR, LENGTHS | GATHERED),
+    (MOE | FIRST | SHARED | DROPOUTS | FORCED, CONTEXT_TENSOR, LENGTHS | GATHERED),
     (MOE | SINKHORN | {"family": "bert"}, CONTEXT_DATA, LENGTHS | GATHERED),
     (MOE | T5 | GATHER | TIGHT, CONTEXT_PAIR, GATHERED),
     *extra(

@@ -185,6 +185,7 @@ EXPERTS = ("model.num_moe_experts=4", "model.moe_router_topk=2")
         ([], ["model.attention_backend=unfused", "model.compile=false", "model.label_smoothing=0.1"]),
         (EXPERTS, ["model.cpu_offloading=true", "model.cpu_offloading_num_layers=1", "model.moe_layer_recompute=true"]),
         (EXPERTS, ["model.moe_aux_loss_coeff=0.1", "model.moe_z_loss_coeff=0.1", "model.moe_input_jitter_eps=0.1"]),
+        (EXPERTS, ["model.moe_router_force_load_balancing=true"]),
     ],
 )
 def test_how_a_model_was_trained_is_no_other_model(base: tuple[str, ...], keys: list[str]) -> None:

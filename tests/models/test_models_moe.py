@@ -17,6 +17,7 @@ from stoker.models.config.families import family_slice
 from stoker.models.config.gpt import GPTKeys
 from stoker.models.gpt import GPT
 from stoker.models.layers.compiling import configure_dynamo
+from stoker.models.layers.dropout import DropoutMask
 from stoker.models.layers.norm import BranchInput, RMSNorm
 from stoker.models.memory import recompute
 from stoker.models.moe import router as router_module
@@ -94,9 +95,10 @@ def test_gradients_are_those_of_the_losses_added_up(
     assert (gradients(ours)[name] - gradients(without)[name]).abs().max() > 1e-3
 
 
-@pytest.mark.parametrize("compiled", [False, *extra(True)])
-def test_recompute_draws_the_same_noise_and_counts_once(compiled: bool) -> None:
+@pytest.mark.parametrize(("compiled", "forced"), [(False, False), (False, True), *extra((True, False), (True, True))])
+def test_recompute_draws_the_same_noise_and_counts_once(compiled: bool, forced: bool) -> None:
     noisy = {
+        "moe_router_force_load_balancing": forced,
         "moe_input_jitter_eps": 0.3, "moe_dropout": 0.2, "moe_z_loss_coeff": 0.1, "moe_aux_loss_coeff": 0.1,
         "moe_expert_capacity_factor": 0.8, "compile": compiled,
     }  # fmt: skip
@@ -226,9 +228,34 @@ def test_noise_and_counts_belong_to_training() -> None:
         assert not torch.equal(model(texts()), model(texts()))
 
 
+@pytest.mark.parametrize("keys", [{}, {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}])
+def test_forced_load_balancing_is_random_in_value_and_straight_through_in_gradient(keys: dict[str, Any]) -> None:
+    router = find_moe_layers(gpt(moe_router_force_load_balancing=True, **keys))["decoder.layers.0.mlp"].router
+    count, share = 4096, torch.ones(())
+    tokens = torch.ones(count, 32, dtype=torch.float64)  # all alike: the router itself would choose two experts only
+    noise = DropoutMask(torch.tensor([3, 4]), torch.arange(count))
+    routed = router(tokens, None, share, noise=noise)
+    experts, gates = routed.assignment
+    shares = routed.statistics[:EXPERTS] / (2 * count / EXPERTS)
+    assert ((shares - 1).abs() < 0.05).all()
+    logits = noise.noise(EXPERTS, torch.float64).requires_grad_()
+    chosen = logits.topk(2).values
+    expected = chosen.sigmoid() / chosen.sigmoid().sum(-1, keepdim=True) if keys else chosen.softmax(-1)
+    torch.testing.assert_close(gates, expected, rtol=1e-12, atol=0)
+    weights = torch.randn_like(gates)
+    (gates * weights).sum().backward()
+    (expected * weights).sum().backward()
+    assert logits.grad is not None
+    torch.testing.assert_close(router.weight.grad, logits.grad.T @ tokens, rtol=1e-9, atol=1e-12)
+    other = router(tokens, None, share, noise=noise._replace(key=torch.tensor([5, 4])))  # of another micro batch
+    assert not torch.equal(other.assignment.experts, experts)
+    router.eval()
+    assert len(router(tokens, None, share).assignment.experts.unique()) == 2
+
+
 def test_neither_jitter_nor_dropout_of_experts_draws_from_the_generator() -> None:
     """Which is what decides whether a layer may be compiled with a torch whose compiled random numbers are wrong."""
-    for noise in ({}, {"moe_input_jitter_eps": 0.1}, {"moe_dropout": 0.1}):
+    for noise in ({}, {"moe_input_jitter_eps": 0.1}, {"moe_router_force_load_balancing": True}, {"moe_dropout": 0.1}):
         keys = GPTKeys.model_validate(STACK | {"attention_dropout": 0.0} | noise)
         family = family_slice(keys, vocab_size=10, batch_spec=BatchSpec(seq_length=8))
         assert modules_with_rng(family, {}) == (frozenset(),)

@@ -216,6 +216,7 @@ def test_t5_keys_reach_their_own_stack() -> None:
             "goes to all experts",
         ),
         ({**BALANCED, "moe_router_bias_update_rate": 0.1}, "warning moe_router_bias_update_rate", "no effect"),
+        ({**BALANCED, "moe_router_force_load_balancing": True}, "warning moe_router_force_load_balancing", "not trained"),
         # groups
         ({**BALANCED, "moe_router_num_groups": 2}, "warning moe_router_num_groups", "without `moe_router_group_topk`"),
         ({**BALANCED, "moe_router_group_topk": 1}, "warning moe_router_group_topk", "without `moe_router_num_groups`"),
@@ -316,7 +317,6 @@ def test_rules_are_asked_for_each_stack_of_each_family() -> None:
         ("moe_router_load_balancing_type=seq_aux_loss", "use aux_loss"),
         ("moe_extended_tp=true", "the matrices of an expert are never split"),
         ("expert_tensor_parallel_size=2", "the matrices of an expert are never split"),
-        ("moe_router_force_load_balancing=true", "random routing"),
     ],
 )
 def test_values_that_are_refused(override: str, rule: str) -> None:
@@ -436,6 +436,7 @@ def test_other_spellings_of_values() -> None:
         ("num_experts_per_tok", "moe_router_topk"),
         ("norm_topk_prob", "moe_router_pre_softmax"),
         ("router_jitter_noise", "moe_input_jitter_eps"),
+        ("moe_force_load_balance", "moe_router_force_load_balancing"),
         ("n_shared_experts", "moe_shared_expert_intermediate_size"),
         ("routed_scaling_factor", "moe_router_topk_scaling_factor"),
         ("first_k_dense_replace", "moe_layer_freq"),

@@ -139,6 +139,7 @@ ROWS = [
     Row(MODEL + "moe_aux_loss_coeff", 0.5, gradients, MOE),
     Row(MODEL + "moe_z_loss_coeff", 0.5, gradients, MOE),
     Row(MODEL + "moe_input_jitter_eps", 0.5, gradients, MOE),
+    Row(MODEL + "moe_router_force_load_balancing", True, gradients, MOE),
     Row(MODEL + "moe_token_dropping", True, flops, SPARE_CAPACITY),
     Row(MODEL + "moe_per_layer_logging", True, logged_names, SEQUENTIAL_MOE),
     Row(MODEL + "moe_expert_capacity_factor", 0.5, logits, MOE),

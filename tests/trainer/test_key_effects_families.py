@@ -102,6 +102,7 @@ OTHER: dict[str, tuple[Any, dict[str, Any]]] = {
     "moe_aux_loss_coeff": (0.1, MOE | {"moe_router_topk": 2}),
     "moe_z_loss_coeff": (0.1, MOE),
     "moe_input_jitter_eps": (0.1, MOE),
+    "moe_router_force_load_balancing": (True, MOE),
     "moe_token_dropping": (True, MOE),
     "moe_expert_capacity_factor": (2.0, MOE),
     "moe_pad_expert_input_to_capacity": (True, MOE),

@@ -84,7 +84,7 @@ def test_its_configuration_is_valid_as_it_is(run: Path, name: str) -> None:
     newer |= {f"model.{name}": True for name in ("fp8_hybrid", "fp8_wgrad", "reduce_amax")}
     newer |= {"model.fp8_interval": 1, "model.fp8_amax_history_len": 1024, "model.fp8_amax_compute_algo": "max"}
     newer |= {"model.first_last_layers_bf16": False, "model.fp8_params": False}
-    newer["model.fp8_dot_product_attention"] = False
+    newer |= {"model.fp8_dot_product_attention": False, "model.moe_router_force_load_balancing": False}
     newer |= {f"model.num_layers_at_{end}_in_bf16": 1 for end in ("start", "end")}
     newer |= {"exp_manager.create_report": True, "exp_manager.report_sample_tokens": 64}
     newer |= {"model.loss": None, "trainer.callbacks": None}

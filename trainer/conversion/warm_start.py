@@ -24,7 +24,7 @@ from .pretrained import RESTORE_KEY, PretrainedWeights, hf_tokenizer_keys, map_h
 
 TRAINING_ONLY_KEYS = (
     *("hidden_dropout", "attention_dropout", "ffn_dropout", "moe_dropout", "moe_aux_loss_coeff", "moe_z_loss_coeff"),
-    *("moe_input_jitter_eps", "moe_router_bias_update_rate"),
+    *("moe_input_jitter_eps", "moe_router_force_load_balancing", "moe_router_bias_update_rate"),
 )
 """Keys of a stack that change its training, but not the function its weights compute at inference."""
 _FUNCTION_PRESERVING_KEYS = {
