@@ -34,9 +34,9 @@ def test_the_keys_of_all_cases_are_accepted(parallel):
 
 @full_only
 def test_a_dry_run_trains_the_cases_of_two_processes():
-    command = [sys.executable, str(BENCH / "parallel.py"), "--dry-run", "--devices", "2", "--cases", "tp", "moe"]
+    command = [sys.executable, str(BENCH / "parallel.py"), "--dry-run", "--devices", "2", "--cases", "tp", "moe_ep"]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stdout + done.stderr
-    for case in ("tp x2: stoker: losses ", "moe x2: stoker: losses "):
+    for case in ("tp x2: stoker: losses ", "moe_ep x2: stoker: losses ", "moe_ep x2: stoker_alltoall: losses "):
         (line,) = [line for line in done.stdout.splitlines() if line.startswith(case)]
         assert len(line.removeprefix(case).split(", ")) == 2

@@ -10,6 +10,12 @@ may take several sessions on machines of one kind. Peers that are not installed 
 is the speed of the same contender on one GPU times their number; 131,072 tokens are one sequence, with full recompute,
 whole on one GPU. `--dry-run` measures and writes nothing: it trains the cases of stoker shrunk, two steps each, on
 processes of the CPU.
+
+The MoE cases force a balanced load in all contenders: random tokens teach a router nothing, the fullest of four ranks
+soon gets 1.5 to 2.2 times its share, and a step takes as long as that rank, so that the imbalance of the moment would be
+measured. stoker and Megatron-core draw random logits (`moe_router_force_load_balancing`), by which the fullest of four
+ranks gets about 1.005 times its share; torchtitan assigns experts in turn (`debug.moe_force_load_balance`). Experts on
+several ranks get their tokens by the dispatcher `flex`, and by `alltoall`, as those of the peers, in `stoker_alltoall`.
 """
 
 from __future__ import annotations
@@ -34,7 +40,7 @@ RECOMPUTE = [f"model.activations_checkpoint_{key}" for key in ("granularity=full
 
 RUN_LIMIT = 240.0
 """Seconds of a run."""
-DEFAULT_LENGTH = Length(warm_up=10, windows=4, window=10)
+DEFAULT_LENGTH = Length(warm_up=6, windows=3, window=6)
 
 
 @dataclass(frozen=True)
@@ -45,7 +51,7 @@ class Work:
         experiment: configuration of stoker.
         sequence: tokens per sample.
         micro_batch: samples of a forward pass.
-        length: steps of a run.
+        length: steps of a run; stoker times windows from its start, so that the warm-up is a multiple of them.
         overrides: further keys of stoker.
     """
 
@@ -57,7 +63,8 @@ class Work:
 
 
 GPT = Work("llama_1b_bench")
-MOE = Work("moe_bench")
+MANY = Work("llama_1b_bench", length=Length(warm_up=3, windows=3, window=3))  # micro batches per step
+MOE = Work("moe_bench", overrides=("model.moe_router_force_load_balancing=true",))
 LONG = Work("llama_1b_bench", 131_072, 1, Length(warm_up=2, windows=3, window=2), tuple(RECOMPUTE))
 
 
@@ -101,10 +108,10 @@ def _context(exchange: str) -> Case:
 
 CASES = {
     "fsdp": Case("FSDP, weak scaling: 4 samples per GPU", GPT, "data", samples=4, weak=True, base="fsdp"),
-    "strong": Case("FSDP, strong scaling: 32 samples in all", GPT, "data", samples=32, weak=False, base="strong"),
+    "strong": Case("FSDP, strong scaling: 32 samples in all", MANY, "data", samples=32, weak=False, base="strong"),
     "tp": Case("TP + SP: 4 samples in all", GPT, "tensor", samples=4, weak=False, base="fsdp"),
-    "moe": Case("MoE, FSDP: 4 samples per GPU", MOE, "data", samples=4, weak=True, base="moe"),
-    "moe_ep": Case("MoE, EP: 4 samples per GPU", MOE, "expert", samples=4, weak=True, base="moe"),
+    "moe": Case("MoE, balanced, FSDP: 4 samples per GPU", MOE, "data", samples=4, weak=True, base="moe"),
+    "moe_ep": Case("MoE, balanced, EP: 4 samples per GPU", MOE, "expert", samples=4, weak=True, base="moe"),
     "cp_p2p": _context("p2p"),
     "cp_all_gather": _context("all_gather"),
     "cp_a2a": _context("a2a"),
@@ -114,6 +121,7 @@ STOKER = {
     "stoker": "stoker",
     "stoker_zero1": "stoker, distributed optimizer",
     "stoker_graph": "stoker, micro batches as CUDA graphs",
+    "stoker_alltoall": "stoker, dispatcher alltoall",
 }
 PEERS = {"torchtitan": "torchtitan", "megatron": "Megatron-core, distributed optimizer"}
 NEEDS = {"torchtitan": ("torchtitan",), "megatron": ("megatron", "transformer_engine")}
@@ -127,10 +135,12 @@ def contenders(name: str, devices: int) -> list[str]:
     if (devices == 1 and case.base != name) or (case.exchange == "a2a+p2p" and devices < 4):
         return []
     found = ["stoker", "torchtitan", "megatron"]
-    if case.axis == "data" and case.work is GPT and devices > 1:
+    if case.axis == "data" and case.work is not MOE and devices > 1:
         found.insert(1, "stoker_zero1")
     if case.axis == "tensor" and devices > 1:
         found.insert(1, "stoker_graph")
+    if case.axis == "expert" and devices > 1:
+        found.insert(1, "stoker_alltoall")
     if case.exchange.startswith("a2a"):
         found.remove("torchtitan")  # has no all-to-all over heads
     return found
@@ -159,7 +169,7 @@ def overrides(name: str, case: Case, devices: int, *, dry: bool) -> list[str]:
     if devices == 1:
         return keys
     keys += ZERO1 if name == "stoker_zero1" or case.axis == "context" else []
-    keys += FSDP if name == "stoker" and case.axis in ("data", "expert") else []
+    keys += FSDP if name != "stoker_zero1" and case.axis in ("data", "expert") else []
     if case.axis == "tensor":
         keys += [f"model.tensor_model_parallel_size={devices}", "model.sequence_parallel=true"]
         keys += ["model.enable_cuda_graph=true"] if name == "stoker_graph" and not dry else []
@@ -168,7 +178,8 @@ def overrides(name: str, case: Case, devices: int, *, dry: bool) -> list[str]:
     if case.exchange == "a2a+p2p":
         keys.append(f"model.hierarchical_context_parallel_sizes=[{devices // 2},2]")
     if case.axis == "expert":
-        keys += [f"model.expert_model_parallel_size={devices}", "model.moe_token_dispatcher_type=alltoall"]
+        dispatcher = "flex" if name == "stoker" and not dry else "alltoall"  # flex needs GPUs
+        keys += [f"model.expert_model_parallel_size={devices}", f"model.moe_token_dispatcher_type={dispatcher}"]
     return keys
 
 
