@@ -253,7 +253,7 @@ def forced_balance_is_for_benchmarks(keys: MoEKeys) -> Iterator[Finding]:
     if getattr(keys, name):
         yield Finding.warning(
             (name,),
-            f"`{name}` (True) sends tokens to random experts in training: for benchmarks only, the router is not trained.",
+            f"`{name}` (True) sends tokens to random experts, for benchmarks only: the router is not trained.",
             f"use {name}=false",
         )
 

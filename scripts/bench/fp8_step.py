@@ -14,7 +14,7 @@ import statistics
 
 from parallel import CASES
 from parallel_peers import run_peer
-from rounds import Row, machine, run_benchmark, stoker_result
+from rounds import Length, Row, machine, run_benchmark, stoker_result
 
 FP8 = ["model.fp8=true"]
 PURE = ["trainer.precision=bf16-true"]
@@ -28,7 +28,7 @@ RUNS = {
 PEERS = {"torchtitan_fp8": "torchtitan, fp8 tensorwise, pure bf16 weights"}
 TITLES = {name: title for name, (title, _) in RUNS.items()} | PEERS
 MODELS = {"gpt": CASES["fsdp"], "moe": CASES["moe"]}
-LENGTH = CASES["fsdp"].work.length
+LENGTH = Length(warm_up=10, windows=4, window=10)
 
 
 def measure(name: str, model: str) -> Row:

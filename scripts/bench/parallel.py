@@ -12,10 +12,11 @@ whole on one GPU. `--dry-run` measures and writes nothing: it trains the cases o
 processes of the CPU.
 
 The MoE cases force a balanced load in all contenders: random tokens teach a router nothing, the fullest of four ranks
-soon gets 1.5 to 2.2 times its share, and a step takes as long as that rank, so that the imbalance of the moment would be
-measured. stoker and Megatron-core draw random logits (`moe_router_force_load_balancing`), by which the fullest of four
-ranks gets about 1.005 times its share; torchtitan assigns experts in turn (`debug.moe_force_load_balance`). Experts on
-several ranks get their tokens by the dispatcher `flex`, and by `alltoall`, as those of the peers, in `stoker_alltoall`.
+soon gets 1.5 to 2.2 times its share, and a step takes as long as that rank: imbalance would be measured, not the
+layout. stoker and Megatron-core draw random logits (`moe_router_force_load_balancing`), by which the fullest of four
+ranks gets about 1.005 times its share; torchtitan assigns experts in turn (`debug.moe_force_load_balance`). Experts
+on several ranks get their tokens by the dispatcher `flex`, and by `alltoall`, like those of the peers, in
+`stoker_alltoall`.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ RECOMPUTE = [f"model.activations_checkpoint_{key}" for key in ("granularity=full
 
 RUN_LIMIT = 240.0
 """Seconds of a run."""
-DEFAULT_LENGTH = Length(warm_up=6, windows=3, window=6)
+DEFAULT_LENGTH = Length(warm_up=10, windows=4, window=10)
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ class Work:
 
 
 GPT = Work("llama_1b_bench")
-MANY = Work("llama_1b_bench", length=Length(warm_up=3, windows=3, window=3))  # micro batches per step
+MANY = Work("llama_1b_bench", length=Length(warm_up=3, windows=3, window=3))  # steps of up to 8 micro batches
 MOE = Work("moe_bench", overrides=("model.moe_router_force_load_balancing=true",))
 LONG = Work("llama_1b_bench", 131_072, 1, Length(warm_up=2, windows=3, window=2), tuple(RECOMPUTE))
 

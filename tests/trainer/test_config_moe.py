@@ -38,6 +38,7 @@ EXPERTS = {"num_moe_experts": 8}
 BALANCED = {**EXPERTS, "moe_aux_loss_coeff": 0.01}
 SINKHORN = {**EXPERTS, "moe_router_load_balancing_type": "sinkhorn"}
 CAPACITY = {**BALANCED, "moe_expert_capacity_factor": 1.0}
+FORCED = "moe_router_force_load_balancing"
 SIGMOID = {**BALANCED, "moe_router_score_function": "sigmoid"}
 SEED_LINES = """
 num_moe_experts: 8
@@ -216,7 +217,7 @@ def test_t5_keys_reach_their_own_stack() -> None:
             "goes to all experts",
         ),
         ({**BALANCED, "moe_router_bias_update_rate": 0.1}, "warning moe_router_bias_update_rate", "no effect"),
-        ({**BALANCED, "moe_router_force_load_balancing": True}, "warning moe_router_force_load_balancing", "not trained"),
+        ({**BALANCED, FORCED: True}, f"warning {FORCED}", "not trained"),
         # groups
         ({**BALANCED, "moe_router_num_groups": 2}, "warning moe_router_num_groups", "without `moe_router_group_topk`"),
         ({**BALANCED, "moe_router_group_topk": 1}, "warning moe_router_group_topk", "without `moe_router_num_groups`"),
