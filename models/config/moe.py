@@ -97,7 +97,7 @@ class MoESlice:
 
     Attributes:
         jitter: the router's input is multiplied by uniform noise from 1 - jitter to 1 + jitter, in training.
-        force_load_balancing: random router logits in training, for benchmarks.
+        force_load_balancing: the logits of the router are random in training, for benchmarks.
         implementation: grouped GEMMs, or a loop over the experts.
         dispatcher: how tokens get to experts on other ranks.
         bias_update_rate: update rate of the expert bias; None without this bias.

@@ -248,12 +248,12 @@ def expert_groups_are_valid(keys: MoEKeys) -> Iterator[Finding]:
 
 
 def forced_balance_is_for_benchmarks(keys: MoEKeys) -> Iterator[Finding]:
-    """Random routing does not train the router."""
+    """A router whose choices are random learns nothing from its gradients."""
     name = "moe_router_force_load_balancing"
     if getattr(keys, name):
         yield Finding.warning(
             (name,),
-            f"`{name}` (True) sends tokens to random experts, for benchmarks only: the router is not trained.",
+            f"`{name}` (True) sends tokens to random experts, for benchmarks only: the router learns nothing.",
             f"use {name}=false",
         )
 

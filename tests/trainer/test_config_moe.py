@@ -217,7 +217,7 @@ def test_t5_keys_reach_their_own_stack() -> None:
             "goes to all experts",
         ),
         ({**BALANCED, "moe_router_bias_update_rate": 0.1}, "warning moe_router_bias_update_rate", "no effect"),
-        ({**BALANCED, FORCED: True}, f"warning {FORCED}", "not trained"),
+        ({**BALANCED, FORCED: True}, f"warning {FORCED}", "learns nothing"),
         # groups
         ({**BALANCED, "moe_router_num_groups": 2}, "warning moe_router_num_groups", "without `moe_router_group_topk`"),
         ({**BALANCED, "moe_router_group_topk": 1}, "warning moe_router_group_topk", "without `moe_router_num_groups`"),
