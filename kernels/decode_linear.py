@@ -19,7 +19,7 @@ from torch import Tensor
 
 from .activations import NONLINEARITIES, activation_with_derivative
 from .gated_activation import gated_activation
-from .launch import jit, rounded, tl
+from .launch import jit, pdl_options, rounded, tl, wait_for_previous_kernel
 from .norm_functions import rms_norm
 
 MAX_FUSED_PARTS = 8
@@ -105,13 +105,14 @@ def decode_linear_kernel(
     INPUTS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, UNROLL: tl.constexpr,
     NORM: tl.constexpr, ZERO_CENTERED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
     ACTIVATION: tl.constexpr, GATED: tl.constexpr, SPLITS: tl.constexpr, HEAD_DIM: tl.constexpr,
-    ACCUMULATE: tl.constexpr,
+    ACCUMULATE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Each program computes BLOCK_N outputs.
 
     input: (INPUTS,), or with SPLITS > 0 fp32 (INPUTS / HEAD_DIM, SPLITS, HEAD_DIM) with lse: fp32 (INPUTS / HEAD_DIM,
     SPLITS), base 2. weight: (outputs, INPUTS), GATED (2 outputs, INPUTS), gates first. gain: (INPUTS,). bias:
-    (outputs,), GATED (2 outputs,). residual, out: (outputs,).
+    (outputs,), GATED (2 outputs,). residual, out: (outputs,). The first tile of the weight is loaded while the previous
+    kernel runs.
     """
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     row = tl.minimum(n, outputs - 1)
@@ -123,6 +124,9 @@ def decode_linear_kernel(
     for start in tl.range(0, INPUTS, BLOCK_K, num_stages=1, loop_unroll_factor=UNROLL):
         k = start + tl.arange(0, BLOCK_K)[None, :]
         mask = k < INPUTS
+        weight = tl.load(weight_pointer + row.to(tl.int64)[:, None] * INPUTS + k, mask=mask, other=0.0)
+        if start == 0:
+            wait_for_previous_kernel(PDL)
         if SPLITS > 0:
             x = _combine_parts(input_pointer, lse_pointer, k, mask, SPLITS, HEAD_DIM, ACCUMULATE)
         else:
@@ -131,7 +135,6 @@ def decode_linear_kernel(
             squares += x * x
             gain = tl.load(gain_pointer + k, mask=mask, other=0.0).to(ACCUMULATE)
             x *= gain + 1.0 if ZERO_CENTERED else gain
-        weight = tl.load(weight_pointer + row.to(tl.int64)[:, None] * INPUTS + k, mask=mask, other=0.0)
         products += weight.to(ACCUMULATE) * x
     result = tl.sum(products, 1)
     if NORM:
@@ -207,6 +210,7 @@ def triton_decode_linear(
         ACCUMULATE=tl.float64 if weight.dtype == torch.float64 else tl.float32,
         num_warps=tile.warps,
         enable_fp_fusion=True,
+        **pdl_options(weight.device),
     )
     return out
 

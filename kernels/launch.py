@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import cache
 from typing import Any, TypeVar, cast
 
 import torch
@@ -11,6 +12,7 @@ import torch
 try:
     import triton
     import triton.language as tl
+    from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
     HAS_TRITON = True
 except ImportError:  # macOS, Windows: every operation falls back to plain PyTorch
@@ -28,6 +30,8 @@ except ImportError:  # macOS, Windows: every operation falls back to plain PyTor
 
     triton: Any = _NoTriton()
     tl: Any = _NoTriton()
+    gdc_launch_dependents: Any = None
+    gdc_wait: Any = None
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 jit: Any = triton.jit  # untyped: kernels are launched with a grid and options that are not in their signatures
@@ -48,6 +52,15 @@ def triton_runs_on(tensor: torch.Tensor) -> bool:
     return HAS_TRITON and not INTERPRETED and tensor.is_cuda and tensor.dtype != torch.float64
 
 
+@cache
+def pdl_options(device: torch.device) -> dict[str, Any]:
+    """Return options of the launch of a kernel that calls `wait_for_previous_kernel`: PDL on Hopper and later GPUs."""
+    is_nvidia = torch.version.cuda is not None and not INTERPRETED
+    if is_nvidia and torch.cuda.get_device_capability(device) >= (9, 0):
+        return {"PDL": True, "launch_pdl": True}
+    return {"PDL": False}  # `launch_pdl` is unknown to other backends of Triton
+
+
 def supports_fp32_output(*widths: int) -> bool:
     """Return True if cuBLAS supports fp32 output for 16-bit matrices of these widths (rows of 16-byte multiples)."""
     return not any(width % 8 for width in widths)
@@ -56,6 +69,19 @@ def supports_fp32_output(*widths: int) -> bool:
 def next_power_of_2(n: int) -> int:
     """Return the smallest power of two that is at least `n` (n >= 1)."""
     return 1 << (n - 1).bit_length()
+
+
+@jit
+def wait_for_previous_kernel(PDL: tl.constexpr):  # pyright: ignore[reportInvalidTypeForm]
+    """Programmatic dependent launch (PDL): let the next kernel start now, then wait until all previous ones are done.
+
+    The programs of a kernel start while the previous kernel runs, so the latency of the launch is hidden. The wait ends
+    when the previous kernel is complete and its writes are visible. As that one waited too, so is every kernel before
+    it: after the wait, memory is as in a launch without PDL. Call it before any load or store but loads of weights.
+    """
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
 
 
 _INTERPRETED_IN_KERNEL: Any = tl.constexpr(INTERPRETED) if HAS_TRITON else False

@@ -117,8 +117,9 @@ class KVCache:
 
     def advance(self) -> Tensor:
         """Add one token to each sequence; return its position, int64 (rows, 1). A full sequence stays at its last."""
-        self.lengths.add_(1).clamp_(max=self.slots)
-        return torch.sub(self.lengths, 1, out=self.positions)[:, None]
+        torch.clamp(self.lengths, max=self.slots - 1, out=self.positions)
+        torch.add(self.positions, 1, out=self.lengths)
+        return self.positions[:, None]
 
     def reorder(self, rows: Tensor) -> None:
         """Replace row r by row `rows[r]`, int64 (rows,), as beam search does."""

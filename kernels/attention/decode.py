@@ -18,7 +18,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..launch import INTERPRETED, jit, next_power_of_2, rounded, tl, triton_runs_on
+from ..launch import (
+    INTERPRETED,
+    jit,
+    next_power_of_2,
+    pdl_options,
+    rounded,
+    tl,
+    triton_runs_on,
+    wait_for_previous_kernel,
+)
 from .flash.portable.tile import LOG2E, dot
 
 MAX_SPLITS = 64
@@ -174,7 +183,7 @@ def split_kernel(
     BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr,
     HAS_LENGTHS: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_CHUNK: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     HAS_DISTANCE: tl.constexpr, HAS_SLOPE: tl.constexpr, HAS_SINK: tl.constexpr, ACCUMULATE: tl.constexpr,
-    PRECISION: tl.constexpr, APPEND: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr,
+    PRECISION: tl.constexpr, APPEND: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Each program processes the query heads of one group of one row over one of SPLITS parts of its keys.
 
@@ -186,6 +195,7 @@ def split_kernel(
     before the rotary embedding with the angles cosine, sine, key_cosine, key_sine: (rows, HALF). The program whose part
     contains the token's slot writes it to the cache.
     """
+    wait_for_previous_kernel(PDL)
     row = tl.program_id(0) // groups
     group = tl.program_id(0) % groups
     split = tl.program_id(1)
@@ -296,12 +306,13 @@ def split_kernel(
 @jit
 def combine_kernel(
     parts_pointer, lse_pointer, out_pointer,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, SPLITS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Combine the splits; each program processes one head of one row.
 
     parts: fp32 (rows * heads, SPLITS, HEAD_DIM); lse: (rows * heads, SPLITS), base 2.
     """
+    wait_for_previous_kernel(PDL)
     row = tl.program_id(0).to(tl.int64)
     split = tl.arange(0, SPLITS)
     channel = tl.arange(0, BLOCK_D)
@@ -420,6 +431,7 @@ def launch_split_kernel(
         HALF=0 if cosine is None else cosine.shape[1],
         INTERLEAVED=append is not None and append.interleaved,
         **LAUNCH_OPTIONS,
+        **pdl_options(query.device),
         num_stages=2,
     )
     return parts, lse
@@ -437,6 +449,7 @@ def combine(parts: Tensor, lse: Tensor, dtype: torch.dtype) -> Tensor:
         BLOCK_D=max(16, next_power_of_2(value_dim)),
         SPLITS=splits,
         **LAUNCH_OPTIONS,
+        **pdl_options(parts.device),
     )
     return out
 

@@ -10,6 +10,8 @@ import torch
 from cuda_sync import forbid_device_sync
 from torch import Tensor
 
+from stoker.kernels import decode_linear
+from stoker.kernels.attention import decode
 from stoker.kernels.attention.flags import AttentionFlags
 from stoker.models.build import LanguageModel, build_model
 from stoker.models.config.batch_shape import BatchSpec
@@ -95,6 +97,23 @@ def test_fused_steps_give_what_the_whole_text_gives(case: str) -> None:
         assert errors(logits[0], whole[place - 1]) < 5e-2
         with forbid_device_sync() if place > 255 else nullcontext():
             logits = decoder.step(text[:, place])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("case", [case for case in CASES if case != "experts"])
+def test_programmatic_dependent_launch_changes_nothing(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sampled tokens of a CUDA graph: a kernel that reads before the previous one has written would give others."""
+    model, prompt, texts = gpt(torch.bfloat16, **CASES[case]), drawn(1, 9)[0].tolist(), []
+    for pdl in (True, True, False):
+        if not pdl:
+            for module in (decode, decode_linear):
+                monkeypatch.setattr(module, "pdl_options", lambda _: {"PDL": False})
+        loop = DecodeLoop(
+            GPTDecoder(model, 1, LENGTH), SamplingParams(0.7), LENGTH - 9, vocab_size=len(model.output_weight),
+            device=torch.device("cuda"), autocast=nullcontext, cuda_graph=True,
+        )  # fmt: skip
+        texts.append(list(loop.generate([prompt], [0])))
+    assert texts[0] == texts[1] == texts[2]
 
 
 @torch.no_grad()

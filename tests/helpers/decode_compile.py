@@ -92,6 +92,7 @@ def compile_variant(variant: Variant) -> dict[str, Any]:
         "INTERLEAVED": "INTERLEAVED" in variant.flags,
         "ACCUMULATE": tl.float32,
         "APPEND": "APPEND" in variant.flags,
+        "PDL": variant.capability >= 90,
         "PRECISION": "tf32" if variant.dtype == "fp32" else "ieee",
     }
     more: dict[str, dict[str, int]] = {"split": {"num_stages": 2}}
@@ -111,16 +112,21 @@ def compile_variant(variant: Variant) -> dict[str, Any]:
     if variant.kind == "linear" and variant.splits:
         TYPES["input_pointer"] = "*fp32"
     chosen = {name: value for name, value in values.items() if name in kernel.arg_names}
+    options = decode.LAUNCH_OPTIONS | more.get(variant.kind, {}) | {"launch_pdl": variant.capability >= 90}
     row, code = compile_kernel(
         kernel,
         lambda name: TYPES.get(name, f"*{variant.dtype}" if name.endswith("_pointer") else "i32"),
         chosen,
         lambda name: name.startswith("stride_") or name == "outputs",
         variant.capability,
-        decode.LAUNCH_OPTIONS | more.get(variant.kind, {}),
+        options,
     )
     wide = len(re.findall(r"(?:ld\.global|cp\.async)[\w.:]*(?:\.v4\.b32|\.v2\.b64|\.cg\.shared)", code))
-    return variant._asdict() | row | {"wide_loads": wide}
+    row |= variant._asdict() | {"wide_loads": wide, "weight_loads": 0}
+    if variant.kind == "linear":
+        rows = values["BLOCK_N"] * (2 if values["GATED"] else 1)
+        row["weight_loads"] = rows * values["BLOCK_K"] // (8 * 32 * options["num_warps"])
+    return row
 
 
 def compiled(which: str) -> list[dict[str, Any]]:

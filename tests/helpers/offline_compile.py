@@ -27,6 +27,7 @@ def cases(capability: int) -> list[tuple[str, Any, dict[str, str], dict[str, Any
     from stoker.kernels.dropout import _dropout_kernel
     from stoker.kernels.fused_qkv_rope import fused_qkv_rope_kernel
     from stoker.kernels.gated_activation import _backward_kernel, _forward_kernel
+    from stoker.kernels.greedy_token import greedy_token_kernel
     from stoker.kernels.lora import lora_forward as narrow_updates
     from stoker.kernels.lora import lora_gated_mlp, lora_grad
     from stoker.kernels.moe import counting_sort
@@ -155,10 +156,14 @@ def cases(capability: int) -> list[tuple[str, Any, dict[str, str], dict[str, Any
     sort |= {f"{name}_pointer": "*i32" for name in ("counts", "sums", "order", "places")}
     sent = {"rows_pointer": "*bf16", "targets_pointer": "*i32", "addresses_pointer": "*i64"}
     sent |= dict.fromkeys(("offset", "capacity", "rows", "width"), "i32")
+    greedy = {"logits_pointer": "*bf16", "token_pointer": "*i64"} | dict.fromkeys(
+        ("vocab", "stride", "diverged"), "i32"
+    )
     sorting = {"HAS_KEPT": True, "BLOCK": counting_sort.BLOCK}
     return [
         ("count_assignments", counting_sort.count_kernel, sort, sorting | {"BINS": 256}, {"num_warps": 4}),
         ("place_assignments", counting_sort.place_kernel, sort, sorting, {"num_warps": 4}),
+        ("greedy_token", greedy_token_kernel, greedy, {"BLOCK": 1 << 13}, {"num_warps": 32}),
         ("send_rows", send_kernel, sent, {"COPIES": 2, "SEGMENTS": 64, "BLOCK": 1024}, {"num_warps": 4}),
         *(
             forked_norm_of(width, again)
@@ -279,6 +284,8 @@ def compile_kernel(
 ) -> tuple[dict[str, Any], str]:
     """Compile a kernel with addresses that are divisible by 16; return what it takes, and its PTX.
 
+    `before_wait` counts the accesses to global memory before a PDL kernel waits for the previous one.
+
     Args:
         kernel: function with Triton's decorator.
         type_of: type of an argument that is no constant.
@@ -300,6 +307,8 @@ def compile_kernel(
     source = ASTSource(fn=kernel, signature=types, constexprs=constants, attrs=aligned)
     program = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     row = {"shared": program.metadata.shared, "triton": triton.__version__}
+    before, waits, _ = disassembly(program.asm["cubin"]).partition("ACQBULK")  # PTX may hold it behind other blocks
+    row["before_wait"] = len(re.findall(r"\b(?:LDG|LDGSTS|STG|ATOMG|RED)\b", before)) if waits else None
     return resources(program.asm["cubin"]) | row, program.asm["ptx"]
 
 

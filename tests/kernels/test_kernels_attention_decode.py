@@ -271,6 +271,8 @@ def assert_within_budget(rows: list[dict[str, Any]]) -> None:
         assert row["local"] == row["stack"] == 0, row
         assert row["registers"] <= REGISTERS[row["kind"]], row
         assert row["wide_loads"] >= 8, f"16 bytes at a time: {row}"
+        early = row["weight_loads"] if row["capability"] >= 90 else None
+        assert row["before_wait"] == early, f"only the weight may be read before the wait: {row}"
 
 
 @full_only
