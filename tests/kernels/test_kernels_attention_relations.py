@@ -179,12 +179,16 @@ def test_one_graph(name: str, device: str) -> None:
 
 @full_only
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-@pytest.mark.parametrize(("length", "joins"), [(40, True), (24, False)], ids=["slices", "other keys"])
-def test_slices_of_a_projection_have_one_gradient(length: int, joins: bool) -> None:
+@pytest.mark.parametrize(
+    ("length", "head_dim", "joins"),
+    [(40, 16, True), (24, 16, False), (40, 128, False)],
+    ids=["slices", "other keys", "wide heads"],
+)
+def test_slices_of_a_projection_have_one_gradient(length: int, head_dim: int, joins: bool) -> None:
     """The pass that inductor runs over a compiled graph removes split and concatenation; the bits are the same."""
     from torch._inductor.fx_passes.post_grad import post_grad_passes
 
-    projected = torch.randn(2, 40, 8, 16, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    projected = torch.randn(2, 40, 8, head_dim, generator=torch.Generator().manual_seed(0)).requires_grad_()
     bias = torch.randn(4, 11, generator=torch.Generator().manual_seed(1)).requires_grad_()
 
     def attend(projected: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:

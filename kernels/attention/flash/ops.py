@@ -250,7 +250,9 @@ def _differentiate(
     if direct:
         gradients = _gradients(out_gradient, lse_gradient, q, k, v, out, lse, problem, needs)
     else:
-        needs = needs._replace(joined=needs.q and needs.kv and _are_slices(q, k, v))
+        # wider heads: not measured to gain; a call of 2 x 384 tokens, 128 wide, which the host bounds, took longer
+        joined = needs.q and needs.kv and q.shape[-1] <= 64 and _are_slices(q, k, v)
+        needs = needs._replace(joined=joined)
         gradients = _flash_attention_backward(out_gradient, lse_gradient, q, k, v, out, lse, *problem, *needs)
         if needs.joined:  # the compiler removes this split and the concatenation in the backward of the projection's
             parts = gradients[0].split((q.shape[2], k.shape[2], v.shape[2]), dim=2)
