@@ -19,7 +19,7 @@ from torch import Tensor
 
 from .activations import NONLINEARITIES, activation_with_derivative
 from .gated_activation import gated_activation
-from .launch import jit, pdl_options, rounded, tl, wait_for_previous_kernel
+from .launch import jit, pdl_options, pdl_wait, rounded, tl
 from .norm_functions import rms_norm
 
 MAX_FUSED_PARTS = 8
@@ -126,7 +126,7 @@ def decode_linear_kernel(
         mask = k < INPUTS
         weight = tl.load(weight_pointer + row.to(tl.int64)[:, None] * INPUTS + k, mask=mask, other=0.0)
         if start == 0:
-            wait_for_previous_kernel(PDL)
+            pdl_wait(PDL)
         if SPLITS > 0:
             x = _combine_parts(input_pointer, lse_pointer, k, mask, SPLITS, HEAD_DIM, ACCUMULATE)
         else:

@@ -54,7 +54,7 @@ def triton_runs_on(tensor: torch.Tensor) -> bool:
 
 @cache
 def pdl_options(device: torch.device) -> dict[str, Any]:
-    """Return options of the launch of a kernel that calls `wait_for_previous_kernel`: PDL on Hopper and later GPUs."""
+    """Return options of the launch of a kernel that calls `pdl_wait`: PDL on Hopper and later GPUs."""
     is_nvidia = torch.version.cuda is not None and not INTERPRETED
     if is_nvidia and torch.cuda.get_device_capability(device) >= (9, 0):
         return {"PDL": True, "launch_pdl": True}
@@ -72,7 +72,7 @@ def next_power_of_2(n: int) -> int:
 
 
 @jit
-def wait_for_previous_kernel(PDL: tl.constexpr):  # pyright: ignore[reportInvalidTypeForm]
+def pdl_wait(PDL: tl.constexpr):  # pyright: ignore[reportInvalidTypeForm]
     """Programmatic dependent launch (PDL): let the next kernel start now, then wait until all previous ones are done.
 
     The programs of a kernel start while the previous kernel runs, so the latency of the launch is hidden. The wait ends

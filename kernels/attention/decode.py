@@ -18,16 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..launch import (
-    INTERPRETED,
-    jit,
-    next_power_of_2,
-    pdl_options,
-    rounded,
-    tl,
-    triton_runs_on,
-    wait_for_previous_kernel,
-)
+from ..launch import INTERPRETED, jit, next_power_of_2, pdl_options, pdl_wait, rounded, tl, triton_runs_on
 from .flash.portable.tile import LOG2E, dot
 
 MAX_SPLITS = 64
@@ -195,7 +186,7 @@ def split_kernel(
     before the rotary embedding with the angles cosine, sine, key_cosine, key_sine: (rows, HALF). The program whose part
     contains the token's slot writes it to the cache.
     """
-    wait_for_previous_kernel(PDL)
+    pdl_wait(PDL)
     row = tl.program_id(0) // groups
     group = tl.program_id(0) % groups
     split = tl.program_id(1)
@@ -312,7 +303,7 @@ def combine_kernel(
 
     parts: fp32 (rows * heads, SPLITS, HEAD_DIM); lse: (rows * heads, SPLITS), base 2.
     """
-    wait_for_previous_kernel(PDL)
+    pdl_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     split = tl.arange(0, SPLITS)
     channel = tl.arange(0, BLOCK_D)
