@@ -127,7 +127,7 @@ def block_gradients(
         out_gradient, out = out_gradient.flatten(0, 1), out.flatten(0, 1)
         lse = lse.transpose(0, 1).flatten(1)
     gradients = torch.ops.stoker.flash_attention_backward(
-        out_gradient, None, q, k, v, out, lse.contiguous(), *problem, True, True, *[False] * 4
+        out_gradient, None, q, k, v, out, lse.contiguous(), *problem, True, True, *[False] * 5
     )
     found = zip(gradients, inputs[:3], strict=False)
     q_gradient, k_gradient, v_gradient = (gradient.view(like.shape) for gradient, like in found)
