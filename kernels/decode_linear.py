@@ -10,7 +10,6 @@ summed beside the products and applied to the result, so that no program waits f
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import torch
@@ -21,9 +20,6 @@ from .activations import NONLINEARITIES, activation_with_derivative
 from .gated_activation import gated_activation
 from .launch import jit, pdl_options, pdl_wait, rounded, tl
 from .norm_functions import rms_norm
-
-MAX_FUSED_PARTS = 8
-"""Most parts of an attention to be combined here: every program reads all of them."""
 
 
 class Norm(NamedTuple):
@@ -41,7 +37,7 @@ class Norm(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """Rows of the weight and inputs of a tile, warps, and unrolling of the loop over inputs.
+    """Rows of the weight and inputs of a tile, and warps.
 
     8 inputs per thread are 16 bytes of a row: then the inputs are loaded in the layout of the weight.
     """
@@ -49,7 +45,6 @@ class Tile(NamedTuple):
     outputs: int
     inputs: int
     warps: int
-    unroll: int = 1
 
 
 # ---------------------------------------------------------------- reference
@@ -63,12 +58,8 @@ def reference_decode_linear(
     norm: Norm | None = None,
     activation: str | None = None,
     gated: bool = False,
-    lse: Tensor | None = None,
 ) -> Tensor:
     """Reference of `triton_decode_linear` in plain PyTorch, for any device and floating dtype."""
-    if lse is not None:
-        shares = torch.softmax(lse * math.log(2), -1)
-        inputs = (inputs * shares[..., None]).sum(2).flatten(1).to(weight.dtype)
     if norm is not None:
         inputs = rms_norm(inputs, norm.weight, epsilon=norm.epsilon, zero_centered=norm.zero_centered)
     output = F.linear(inputs, weight, bias)
@@ -81,38 +72,17 @@ def reference_decode_linear(
 
 
 @jit
-def _combine_parts(
-    parts_pointer, lse_pointer, k, mask, SPLITS: tl.constexpr, HEAD_DIM: tl.constexpr, ACCUMULATE: tl.constexpr
-):
-    """Return channels `k` of all heads of an attention, combined from its parts: (heads, SPLITS, HEAD_DIM)."""
-    part = k // HEAD_DIM * SPLITS
-    maximum = tl.load(lse_pointer + part, mask=mask, other=0.0)
-    for split in tl.static_range(1, SPLITS):
-        maximum = tl.maximum(maximum, tl.load(lse_pointer + part + split, mask=mask, other=0.0))
-    total = tl.zeros_like(maximum)
-    combined = tl.zeros_like(maximum)
-    for split in tl.static_range(SPLITS):
-        weight = tl.exp2(tl.load(lse_pointer + part + split, mask=mask, other=0.0) - maximum)
-        total += weight
-        combined += weight * tl.load(parts_pointer + (part + split) * HEAD_DIM + k % HEAD_DIM, mask=mask, other=0.0)
-    return combined / total
-
-
-@jit
 def decode_linear_kernel(
-    input_pointer, lse_pointer, weight_pointer, gain_pointer, bias_pointer, residual_pointer, out_pointer,
+    input_pointer, weight_pointer, gain_pointer, bias_pointer, residual_pointer, out_pointer,
     outputs, epsilon,
-    INPUTS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, UNROLL: tl.constexpr,
+    INPUTS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     NORM: tl.constexpr, ZERO_CENTERED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
-    ACTIVATION: tl.constexpr, GATED: tl.constexpr, SPLITS: tl.constexpr, HEAD_DIM: tl.constexpr,
-    ACCUMULATE: tl.constexpr, PDL: tl.constexpr,
+    ACTIVATION: tl.constexpr, GATED: tl.constexpr, ACCUMULATE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Each program computes BLOCK_N outputs.
 
-    input: (INPUTS,), or with SPLITS > 0 fp32 (INPUTS / HEAD_DIM, SPLITS, HEAD_DIM) with lse: fp32 (INPUTS / HEAD_DIM,
-    SPLITS), base 2. weight: (outputs, INPUTS), GATED (2 outputs, INPUTS), gates first. gain: (INPUTS,). bias:
-    (outputs,), GATED (2 outputs,). residual, out: (outputs,). The first tile of the weight is loaded while the previous
-    kernel runs.
+    input, gain: (INPUTS,). weight: (outputs, INPUTS), GATED (2 outputs, INPUTS), gates first. bias: (outputs,), GATED
+    (2 outputs,). residual, out: (outputs,). The first tile of the weight is loaded while the previous kernel runs.
     """
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     row = tl.minimum(n, outputs - 1)
@@ -121,16 +91,13 @@ def decode_linear_kernel(
         row = tl.reshape(tl.join(row, row + outputs), (ROWS,))
     products = tl.zeros((ROWS, BLOCK_K), ACCUMULATE)
     squares = tl.zeros((1, BLOCK_K), ACCUMULATE)
-    for start in tl.range(0, INPUTS, BLOCK_K, num_stages=1, loop_unroll_factor=UNROLL):
+    for start in tl.range(0, INPUTS, BLOCK_K, num_stages=1):
         k = start + tl.arange(0, BLOCK_K)[None, :]
         mask = k < INPUTS
         weight = tl.load(weight_pointer + row.to(tl.int64)[:, None] * INPUTS + k, mask=mask, other=0.0)
         if start == 0:
             pdl_wait(PDL)
-        if SPLITS > 0:
-            x = _combine_parts(input_pointer, lse_pointer, k, mask, SPLITS, HEAD_DIM, ACCUMULATE)
-        else:
-            x = tl.load(input_pointer + k, mask=mask, other=0.0).to(ACCUMULATE)
+        x = tl.load(input_pointer + k, mask=mask, other=0.0).to(ACCUMULATE)
         if NORM:
             squares += x * x
             gain = tl.load(gain_pointer + k, mask=mask, other=0.0).to(ACCUMULATE)
@@ -160,22 +127,19 @@ def triton_decode_linear(
     norm: Norm | None = None,
     activation: str | None = None,
     gated: bool = False,
-    lse: Tensor | None = None,
     *,
     tile: Tile | None = None,
 ) -> Tensor:
     """Return act(norm(inputs) @ weight^T + bias) + residual of one row, in the dtype of the weight.
 
     Args:
-        inputs: (1, in); or with `lse` in fp32 (fp64) the outputs of the parts of an attention, (1, heads, parts,
-            head_dim), as `attention.decode.launch_split_kernel` returns them.
+        inputs: (1, in).
         weight: (out, in), contiguous; with `gated` (2 out, in), all gates first.
         bias: (out,), with `gated` (2 out,); None for none.
         residual: (1, out), added in the end; None for none.
         norm: norm of the inputs; None for none.
         activation: a name in `activations.FUSED_ACTIVATIONS`; None for none.
         gated: multiply the activated gates by the other half of the outputs.
-        lse: log-sum-exp of the parts in base 2, (1, heads, parts); None for inputs that are combined.
         tile: tile of the kernel; None for `choose_tile`.
 
     Returns:
@@ -184,10 +148,9 @@ def triton_decode_linear(
     width = weight.shape[1]
     outputs = len(weight) // (2 if gated else 1)
     out = weight.new_empty(1, outputs)
-    tile = choose_tile(width, gated=gated, combines=lse is not None) if tile is None else tile
+    tile = choose_tile(width, gated=gated) if tile is None else tile
     decode_linear_kernel[(-(-outputs // tile.outputs),)](
         input_pointer=inputs.contiguous(),
-        lse_pointer=lse,
         weight_pointer=weight,
         gain_pointer=None if norm is None else norm.weight,
         bias_pointer=bias,
@@ -198,15 +161,12 @@ def triton_decode_linear(
         INPUTS=width,
         BLOCK_N=tile.outputs,
         BLOCK_K=tile.inputs,
-        UNROLL=tile.unroll,
         NORM=norm is not None,
         ZERO_CENTERED=norm is not None and norm.zero_centered,
         HAS_BIAS=bias is not None,
         HAS_RESIDUAL=residual is not None,
         ACTIVATION=activation,
         GATED=gated,
-        SPLITS=0 if lse is None else lse.shape[2],
-        HEAD_DIM=1 if lse is None else inputs.shape[3],
         ACCUMULATE=tl.float64 if weight.dtype == torch.float64 else tl.float32,
         num_warps=tile.warps,
         enable_fp_fusion=True,
@@ -215,10 +175,8 @@ def triton_decode_linear(
     return out
 
 
-def choose_tile(inputs: int, *, gated: bool, combines: bool) -> Tile:
-    """Return the tile of a product with `inputs` inputs, `gated` or not, that combines parts of an attention or not."""
+def choose_tile(inputs: int, *, gated: bool) -> Tile:
+    """Return the tile of a product with `inputs` inputs, `gated` or not."""
     if gated:
         return Tile(4, 1024, 4)
-    if combines:
-        return Tile(4, 1024, 4, 2)
-    return Tile(8, 2048, 8) if inputs > 4096 else Tile(2, 512, 2, 4)
+    return Tile(8, 2048, 8) if inputs > 4096 else Tile(2, 2048, 4)

@@ -1,9 +1,9 @@
-"""Decode step of one sequence, each of the usual layers in five kernels.
+"""Decode step of one sequence, each of the usual layers in six kernels.
 
 The kernels of a decode step are short: what lies between them costs as much as they do. Here a layer is the QKV
-projection with the norm before it; rotary embedding, append to the KV cache and attention; the output projection with
-the combination of the attention's parts and the residual add; the first MLP projection with norm and activation; the
-second one with the residual add.
+projection with the norm before it; rotary embedding, append to the KV cache and attention to parts of the keys; their
+combination, which every program of the next kernel would have to repeat; the output projection with the residual add;
+the first MLP projection with norm and activation; the second one with the residual add.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ..kernels.activations import FUSED_ACTIVATIONS
 from ..kernels.attention.decode import combine, launch_split_kernel
-from ..kernels.decode_linear import MAX_FUSED_PARTS, Norm, triton_decode_linear
+from ..kernels.decode_linear import Norm, triton_decode_linear
 from ..kernels.launch import triton_runs_on
 from .layer import Layer
 from .layers.context import LayerContext
@@ -61,10 +61,8 @@ def fused_decode_step(layer: Layer, hidden: Tensor, context: LayerContext) -> Te
     projected = projected.unflatten(-1, (-1, attention.head_dim))
     inputs, append = attention.decode_inputs(projected, context, cache)
     heads, lse = launch_split_kernel(inputs, append=append)
-    if lse is not None and lse.shape[2] > MAX_FUSED_PARTS:
-        heads, lse = combine(heads, lse, hidden.dtype), None
-    heads = heads if lse is not None else heads.flatten(1)
-    attended = triton_decode_linear(heads, output.weight, output.bias, stream, lse=lse)
+    heads = heads if lse is None else combine(heads, lse, hidden.dtype)
+    attended = triton_decode_linear(heads.flatten(1), output.weight, output.bias, stream)
     mlp_input = stream if layer.block == "parallel_ln" else attended
     inner = triton_decode_linear(
         mlp_input,

@@ -60,7 +60,7 @@ def variants(which: str) -> Iterator[Variant]:
             yield Variant("split", 128, "bf16", 16, capability, flags)
         yield Variant("sum", 256, "bf16", 64, capability)
         yield Variant("split", 128, "bf16", 4, capability, ("APPEND",))
-        yield Variant("linear", 2048, "bf16", 4, capability, ("HAS_RESIDUAL",))
+        yield Variant("linear", 2048, "bf16", 0, capability, ("HAS_RESIDUAL",))
         yield Variant("linear", 5632, "bf16", 0, capability, ("HAS_RESIDUAL", "HAS_BIAS"))
         yield Variant("linear", 2048, "bf16", 0, capability, ("NORM", "HAS_BIAS"))
         yield Variant("split", 80, "fp32", 1, capability, ("APPEND", "INTERLEAVED"))
@@ -98,19 +98,17 @@ def compile_variant(variant: Variant) -> dict[str, Any]:
     more: dict[str, dict[str, int]] = {"split": {"num_stages": 2}}
     if variant.kind == "linear":
         gated = "GATED" in variant.flags
-        tile = decode_linear.choose_tile(variant.width, gated=gated, combines=variant.splits > 0)
-        values |= {"INPUTS": variant.width, "BLOCK_N": tile.outputs, "BLOCK_K": tile.inputs, "UNROLL": tile.unroll}
-        values |= {"NORM": "NORM" in variant.flags, "ZERO_CENTERED": False, "GATED": gated, "HEAD_DIM": 128}
+        tile = decode_linear.choose_tile(variant.width, gated=gated)
+        values |= {"INPUTS": variant.width, "BLOCK_N": tile.outputs, "BLOCK_K": tile.inputs}
+        values |= {"NORM": "NORM" in variant.flags, "ZERO_CENTERED": False, "GATED": gated}
         values["ACTIVATION"] = "silu" if gated else None
         more["linear"] = {"num_warps": tile.warps}
     values |= {name: None for name, flag in OPTIONAL.items() if not values.get(flag, True)}
-    if variant.splits <= 1 and variant.kind in ("split", "linear"):
+    if variant.splits <= 1 and variant.kind == "split":
         values["lse_pointer"] = None
     if variant.kind == "split" and not values["APPEND"]:
         values |= dict.fromkeys(("cosine_pointer", "sine_pointer", "key_cosine_pointer", "key_sine_pointer"))
         values["HALF"] = 0
-    if variant.kind == "linear" and variant.splits:
-        TYPES["input_pointer"] = "*fp32"
     chosen = {name: value for name, value in values.items() if name in kernel.arg_names}
     options = decode.LAUNCH_OPTIONS | more.get(variant.kind, {}) | {"launch_pdl": variant.capability >= 90}
     row, code = compile_kernel(
