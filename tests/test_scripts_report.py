@@ -81,7 +81,8 @@ def test_layouts_on_several_gpus(report: ModuleType) -> None:
     assert ["4", title, "torchtitan", "317", "79", "8.0", "", "1.095 x"] in found.lines
     assert ["4", tensor, "Megatron-core, distributed optimizer", "out of memory", *[""] * 4] in found.lines
     assert ["4", tensor, "torchtitan", "not run", *[""] * 4] in found.lines
-    assert found.values == {f"{title}, 4 GPUs": {"stoker": 0.95}}
+    assert {line[1] for line in found.lines} == {title, tensor}
+    assert found.values == {f"{title}, 4 GPUs": {"stoker": 79.0, "torchtitan": 79.25}}
 
 
 def test_planned_layouts(report: ModuleType) -> None:

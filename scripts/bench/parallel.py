@@ -121,7 +121,6 @@ CASES = {
 STOKER = {
     "stoker": "stoker",
     "stoker_zero1": "stoker, distributed optimizer",
-    "stoker_graph": "stoker, micro batches as CUDA graphs",
     "stoker_alltoall": "stoker, dispatcher alltoall",
 }
 PEERS = {"torchtitan": "torchtitan", "megatron": "Megatron-core, distributed optimizer"}
@@ -138,8 +137,6 @@ def contenders(name: str, devices: int) -> list[str]:
     found = ["stoker", "torchtitan", "megatron"]
     if case.axis == "data" and case.work is not MOE and devices > 1:
         found.insert(1, "stoker_zero1")
-    if case.axis == "tensor" and devices > 1:
-        found.insert(1, "stoker_graph")
     if case.axis == "expert" and devices > 1:
         found.insert(1, "stoker_alltoall")
     if case.exchange.startswith("a2a"):
@@ -173,7 +170,6 @@ def overrides(name: str, case: Case, devices: int, *, dry: bool) -> list[str]:
     keys += FSDP if name != "stoker_zero1" and case.axis in ("data", "expert") else []
     if case.axis == "tensor":
         keys += [f"model.tensor_model_parallel_size={devices}", "model.sequence_parallel=true"]
-        keys += ["model.enable_cuda_graph=true"] if name == "stoker_graph" and not dry else []
     if case.axis == "context":
         keys += [f"model.context_parallel_size={devices}", f"model.cp_comm_type={case.exchange}"]
     if case.exchange == "a2a+p2p":

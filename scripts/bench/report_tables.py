@@ -296,7 +296,7 @@ def longest(rows: list[Row]) -> Rendered:
 
 
 def several(rows: list[Row]) -> Rendered:
-    """Render layouts on several GPUs, beside the same contender on one."""
+    """Render the cases that ran of layouts on several GPUs, beside the same contender on one."""
     found = {
         (row["round"], row["case"], row["devices"], row["peer"]): row["tokens_per_second"]
         for row in rows
@@ -313,8 +313,9 @@ def several(rows: list[Row]) -> Rendered:
 
     lines, values = [], {}
     for devices in sorted({row["devices"] for row in rows}):
+        ran_at_all = {row["case"] for row in rows if row["devices"] == devices}
         for name, case in parallel.CASES.items():
-            for peer in parallel.contenders(name, devices):
+            for peer in parallel.contenders(name, devices) if name in ran_at_all else ():
                 own = [row for row in rows if (row["case"], row["devices"], row["peer"]) == (name, devices, peer)]
                 ran = [row for row in own if "refused" not in row]
                 start = [str(devices), case.title, parallel.TITLES[peer]]
@@ -328,7 +329,7 @@ def several(rows: list[Row]) -> Rendered:
                 ideal = f"{single / devices:.3f}" if single else ""
                 cells = [f"{speed:,.0f}", f"{speed / devices:,.0f}", f"{peak:.1f}", ideal, _times(by)]
                 lines.append([*start, *cells])
-                if single:
-                    values.setdefault(f"{case.title}, {devices} GPUs", {})[parallel.TITLES[peer]] = single / devices
+                if devices > 1:
+                    values.setdefault(f"{case.title}, {devices} GPUs", {})[parallel.TITLES[peer]] = speed / devices
     head = ["GPUs", "layout", "run", "tokens/s", "per GPU", "peak GiB", "of its ideal", "stoker is faster by"]
-    return Rendered(head, lines, values, "speed over the own single GPU's times their number", 1.0)
+    return Rendered(head, lines, values, "tokens/s per GPU")
