@@ -102,7 +102,9 @@ def _pipeline(stages: int = 1) -> list[str]:
 
 
 def _expert(ranks: int) -> list[str]:
-    return [f"expert_model_parallel_size={ranks}", "moe_token_dispatcher_type=alltoall"]
+    # the plan counts on a balanced load, which a router does not learn from random tokens
+    balance = "moe_router_force_load_balancing=true"
+    return [f"expert_model_parallel_size={ranks}", "moe_token_dispatcher_type=alltoall", balance]
 
 
 LAYOUTS = {
