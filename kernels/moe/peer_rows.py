@@ -43,23 +43,36 @@ class Peers(NamedTuple):
 # ---------------------------------------------------------------- reference
 
 
-def reference_send(peers: Peers, rows: Tensor, targets: Tensor, offset: int, capacity: int) -> None:
+def reference_send(
+    peers: Peers, rows: Tensor, targets: Tensor, offset: int, capacity: int, extras: Sequence[tuple[Tensor, int]] = ()
+) -> None:
     """Reference in plain PyTorch, with the arguments of `send_rows`."""
     rows, targets = rows.repeat_interleave(targets.numel() // max(1, len(rows)), 0), targets.flatten()
     for rank in range(len(peers.of_rank)):
         own = (targets >= rank * capacity) & (targets < (rank + 1) * capacity)
-        peers.part(rank, offset, rows.dtype, capacity, rows.shape[1])[targets[own] - rank * capacity] = rows[own]
+        for values, place in ((rows, offset), *extras):
+            part = peers.part(rank, place, values.dtype, capacity, values.shape[1])
+            part[targets[own] - rank * capacity] = values[own]
 
 
 # ---------------------------------------------------------------- Triton
 
 
+@jit
+def _send_extra(values_pointer, assignment, address, offset, row, used):
+    """Write the value beside one row."""
+    value = tl.load(values_pointer + assignment)
+    out = (address + offset).to(tl.pointer_type(values_pointer.dtype.element_ty))
+    tl.store(out + row, value, mask=used)
+
+
 @jit(do_not_specialize=["rows"])  # changes from step to step
 def send_kernel(
-    rows_pointer, targets_pointer, addresses_pointer, offset, capacity, rows, width, COPIES: tl.constexpr,
-    SEGMENTS: tl.constexpr, BLOCK: tl.constexpr,
+    rows_pointer, targets_pointer, addresses_pointer, first_pointer, second_pointer, third_pointer,
+    offset, first_offset, second_offset, third_offset, capacity, rows, width, COPIES: tl.constexpr,
+    EXTRAS: tl.constexpr, SEGMENTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write one row per program, of (rows, width), to its COPIES targets."""
+    """Write one row per program, of (rows, width), to its COPIES targets, and there up to three EXTRAS beside it."""
     step = tl.cdiv(rows, SEGMENTS)
     row = (tl.program_id(0) % SEGMENTS * step + tl.program_id(0) // SEGMENTS).to(tl.int64)
     if row < rows:
@@ -69,17 +82,26 @@ def send_kernel(
             for copy in tl.static_range(COPIES):  # pyright: ignore[reportGeneralTypeIssues]
                 target = tl.load(targets_pointer + row * COPIES + copy)
                 used = target >= 0
-                address = tl.load(addresses_pointer + tl.where(used, target // capacity, 0)) + offset
+                address = tl.load(addresses_pointer + tl.where(used, target // capacity, 0))
+                place = (target % capacity).to(tl.int64)
                 # stores of 16 bytes: no pointer from an address is known to be aligned
-                out = tl.multiple_of(address.to(tl.pointer_type(rows_pointer.dtype.element_ty)), 16)
-                out += (target % capacity).to(tl.int64) * width
-                tl.store(out + column, value, mask=column < tl.where(used, width, 0))
+                out = tl.multiple_of((address + offset).to(tl.pointer_type(rows_pointer.dtype.element_ty)), 16)
+                tl.store(out + place * width + column, value, mask=column < tl.where(used, width, 0))
+                if begin == 0:
+                    if EXTRAS > 0:
+                        _send_extra(first_pointer, row * COPIES + copy, address, first_offset, place, used)
+                    if EXTRAS > 1:
+                        _send_extra(second_pointer, row * COPIES + copy, address, second_offset, place, used)
+                    if EXTRAS > 2:
+                        _send_extra(third_pointer, row * COPIES + copy, address, third_offset, place, used)
 
 
 # ---------------------------------------------------------------- public function
 
 
-def send_rows(peers: Peers, rows: Tensor, targets: Tensor, offset: int, capacity: int) -> None:
+def send_rows(
+    peers: Peers, rows: Tensor, targets: Tensor, offset: int, capacity: int, extras: Sequence[tuple[Tensor, int]] = ()
+) -> None:
     """Write rows to their targets.
 
     Args:
@@ -88,12 +110,17 @@ def send_rows(peers: Peers, rows: Tensor, targets: Tensor, offset: int, capacity
         targets: int32, the same number for each row.
         offset: of a tensor (capacity, width) in the memory of each rank, in bytes, a multiple of 16.
         capacity: its rows.
+        extras: up to three tensors (targets, 1) of values that are written beside the rows, and the offsets of theirs.
     """
     rows, (number, width) = rows.contiguous(), rows.shape
     if not peers.by_triton:
-        reference_send(peers, rows, targets, offset, capacity)
+        reference_send(peers, rows, targets, offset, capacity, extras)
     elif number:
+        values: list[Tensor | None] = [each.contiguous() for each, _ in extras]
+        places = [place for _, place in extras]
+        missing = 3 - len(extras)
         send_kernel[(_SEGMENTS * triton.cdiv(number, _SEGMENTS),)](
-            rows, targets, peers.addresses, offset, capacity, number, width, COPIES=targets.numel() // number,
-            SEGMENTS=_SEGMENTS, BLOCK=min(_LARGEST_BLOCK, next_power_of_2(width)), num_warps=4,
+            rows, targets, peers.addresses, *values, *[None] * missing, offset, *places, *[0] * missing, capacity,
+            number, width, COPIES=targets.numel() // number, EXTRAS=len(extras), SEGMENTS=_SEGMENTS,
+            BLOCK=min(_LARGEST_BLOCK, next_power_of_2(width)), num_warps=4,
         )  # fmt: skip

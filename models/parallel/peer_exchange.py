@@ -76,6 +76,7 @@ class PeerExchange:
         self._sizes = self._offsets = MemoryParts(0, 0, 0, 0)
         self._memory: Any = None
         self._peers: Any = None
+        self._rows_of_counts: Any = None
         self._barriers = 0
         self._in_use: set[str] = set()
         self._host: Tensor | None = None
@@ -90,17 +91,17 @@ class PeerExchange:
         addresses = torch.tensor([each.data_ptr() for each in memory.of_rank], device=tokens.device)
         by_triton = triton_runs_on(addresses) or use_triton(tokens)
         self._peers, self._barriers = Peers(memory.of_rank, addresses, memory.rank, by_triton), 0
+        everyone = torch.arange(self.ranks, dtype=torch.int32, device=tokens.device)
+        self._rows_of_counts = everyone * self.ranks + memory.rank
         self._in_use.clear()
 
     def gather_counts(self, counts: Tensor) -> Tensor:
         """Return the counts (E,) int32 of all ranks, (R, E)."""
-        parts = [self._part(rank, self._offsets.counts, counts, self.ranks) for rank in range(self.ranks)]
         self._claim("counts")
-        for part in parts:
-            part[self._peers.rank].copy_(counts)
+        send_rows(self._peers, counts.view(1, -1), self._rows_of_counts, self._offsets.counts, self.ranks)
         self._barrier()
         self._in_use.add("counts")
-        return parts[self._peers.rank].clone()
+        return self._part(self._peers.rank, self._offsets.counts, counts, self.ranks).clone()
 
     def send(self, rows: Sequence[Tensor], targets: Tensor, capacity: int, number: Tensor | None) -> Tensor:
         """Send tokens (n, h), and extras (n k, 1), to the targets (n, k); return `number` on the host, if given."""
@@ -111,8 +112,9 @@ class PeerExchange:
             host = self._host.copy_(number, non_blocking=True)
             event = torch.cuda.current_stream(number.device).record_event()
         self._claim("inbox")
-        for each, place in zip(rows, _places(capacity, _row_bytes(rows[0])), strict=False):
-            send_rows(self._peers, each, targets, self._offsets.inbox + place, capacity)
+        first, *places = (self._offsets.inbox + place for place in _places(capacity, _row_bytes(rows[0])))
+        extras = list(zip(rows[1:], places, strict=False))
+        send_rows(self._peers, rows[0], targets, first, capacity, extras)
         self._barrier()
         if event is not None:
             event.synchronize()
@@ -129,9 +131,8 @@ class PeerExchange:
         """Return the sum of each token's rows, (n, h), and what was sent for the gates of its assignments, (n, k)."""
         self._claim("results")
         first, second, *_ = (self._offsets.results + each for each in _places(slots.numel(), _row_bytes(rows)))
-        send_rows(self._peers, rows, sources, first, slots.numel())
-        if gates is not None:
-            send_rows(self._peers, gates, sources, second, slots.numel())
+        extras = [] if gates is None else [(gates, second)]
+        send_rows(self._peers, rows, sources, first, slots.numel(), extras)
         self._barrier()
         self._in_use.add("results")
         results = self._peers.part(self._peers.rank, first, rows.dtype, slots.numel(), rows.shape[1])
@@ -153,11 +154,7 @@ class PeerExchange:
         """Make the current stream wait for all ranks to have come here, with what they have written before."""
         self._barriers += 1
         self._in_use.clear()
-        others = [rank for rank in range(self.ranks) if rank != self._peers.rank]
-        for rank in others:
-            self._memory.write(rank, self._peers.rank * COUNTER_BYTES, self._barriers)
-        for rank in others:
-            self._memory.wait(rank * COUNTER_BYTES, self._barriers)
+        self._memory.meet(self._barriers)
 
 
 def _row_bytes(rows: Tensor) -> int:

@@ -29,6 +29,13 @@ class Memory(Protocol):
         """Make the current stream wait until a counter in the memory of this rank has reached a value."""
         ...
 
+    def meet(self, value: int) -> None:
+        """Make the current stream wait for all ranks to have come here, with what they have written before.
+
+        Each writes the counter at its rank times `COUNTER_BYTES` of the others, larger every time.
+        """
+        ...
+
     def allocate(self, num_bytes: int) -> Memory:
         """Return more memory of the same ranks, zeroed; a collective of these."""
         ...

@@ -8,6 +8,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from stoker.models.parallel.peer_memory import COUNTER_BYTES
+
 
 class HostMemory:
     """A file of each rank mapped by all; waiting is polling. See `trainer.distributed.copy_engine.Memory`."""
@@ -33,3 +35,10 @@ class HostMemory:
         counter = self.of_rank[self.rank][offset : offset + 4].view(torch.int32)
         while int(counter) < value:
             time.sleep(1e-4)
+
+    def meet(self, value: int) -> None:
+        others = [rank for rank in range(self._size) if rank != self.rank]
+        for rank in others:
+            self.write(rank, self.rank * COUNTER_BYTES, value)
+        for rank in others:
+            self.wait(rank * COUNTER_BYTES, value)

@@ -155,16 +155,19 @@ def cases(capability: int) -> list[tuple[str, Any, dict[str, str], dict[str, Any
     sort = {"experts_pointer": "*i64", "kept_pointer": "*i1", **dict.fromkeys(("size", "experts", "blocks"), "i32")}
     sort |= {f"{name}_pointer": "*i32" for name in ("counts", "sums", "order", "places")}
     sent = {"rows_pointer": "*bf16", "targets_pointer": "*i32", "addresses_pointer": "*i64"}
-    sent |= dict.fromkeys(("offset", "capacity", "rows", "width"), "i32")
     greedy = {"logits_pointer": "*bf16", "token_pointer": "*i64"} | dict.fromkeys(
         ("vocab", "stride", "diverged"), "i32"
     )
+    sent |= {"first_pointer": "*fp32", "second_pointer": "*i32"}
+    sent |= dict.fromkeys(("offset", "first_offset", "second_offset", "third_offset"), "i32")
+    sent |= dict.fromkeys(("capacity", "rows", "width"), "i32")
+    sending = {"COPIES": 2, "EXTRAS": 2, "third_pointer": None, "SEGMENTS": 64, "BLOCK": 1024}
     sorting = {"HAS_KEPT": True, "BLOCK": counting_sort.BLOCK}
     return [
         ("count_assignments", counting_sort.count_kernel, sort, sorting | {"BINS": 256}, {"num_warps": 4}),
         ("place_assignments", counting_sort.place_kernel, sort, sorting, {"num_warps": 4}),
         ("greedy_token", greedy_token_kernel, greedy, {"BLOCK": 1 << 13}, {"num_warps": 32}),
-        ("send_rows", send_kernel, sent, {"COPIES": 2, "SEGMENTS": 64, "BLOCK": 1024}, {"num_warps": 4}),
+        ("send_rows", send_kernel, sent, sending, {"num_warps": 4}),
         *(
             forked_norm_of(width, again)
             for width in (256, 1024, rms_norm_residual.MAX_WIDTH)

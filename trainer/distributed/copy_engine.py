@@ -51,6 +51,7 @@ class PeerMemory:
         self.rank = ranks.rank
         self._ranks = ranks
         self._device = device
+        self._index = torch.cuda.current_device() if device.index is None else device.index
         own = symmetric_memory.empty(num_bytes, dtype=torch.uint8, device=device)
         own.zero_()
         torch.cuda.synchronize(device)
@@ -58,6 +59,7 @@ class PeerMemory:
         self._own = own
         self._pointers = list(handle.buffer_ptrs)
         self.of_rank = [handle.get_buffer(rank, (num_bytes,), torch.uint8) for rank in range(ranks.world_size)]
+        self._meeting = self._operations_of_meet()
         dist.barrier(group=group, device_ids=[device.index or 0])  # all are zeroed before one writes
 
     def write(self, rank: int, offset: int, value: int) -> None:
@@ -68,22 +70,62 @@ class PeerMemory:
         """Make the current stream wait for a counter, see `Memory`."""
         self._run("cuStreamWaitValue32_v2", self.rank, offset, value)  # flags 0: greater or equal
 
+    def meet(self, value: int) -> None:
+        """Make the current stream wait for all ranks, see `Memory`: one call of the driver is less work of the host."""
+        for operation in self._meeting:
+            operation.value = value
+        function, address = "cuStreamBatchMemOp_v2", ctypes.addressof(self._meeting)
+        self._check(function, _driver_function(function)(self._stream, len(self._meeting), address, 0))
+
+    def _operations_of_meet(self) -> Any:
+        others = [rank for rank in range(len(self._pointers)) if rank != self.rank]
+        written = [(_WRITE_VALUE_32, self._pointers[rank] + self.rank * COUNTER_BYTES) for rank in others]
+        awaited = [(_WAIT_VALUE_32, self._pointers[self.rank] + rank * COUNTER_BYTES) for rank in others]
+        return (_MemoryOperation * (2 * len(others)))(*(_MemoryOperation(*each) for each in (*written, *awaited)))
+
     def allocate(self, num_bytes: int) -> PeerMemory:
         """Return more memory of the same ranks, see `Memory`."""
         return PeerMemory(self._ranks, self._device, num_bytes)
 
     def _run(self, function: str, rank: int, offset: int, value: int) -> None:
-        stream = torch.cuda.current_stream(self._device).cuda_stream
-        code = _driver_function(function)(stream, self._pointers[rank] + offset, value, 0)
+        self._check(function, _driver_function(function)(self._stream, self._pointers[rank] + offset, value, 0))
+
+    @property
+    def _stream(self) -> int:
+        """The current stream; it is asked for some hundred times in a step."""
+        return torch._C._cuda_getCurrentRawStream(self._index)  # pyright: ignore[reportAttributeAccessIssue]
+
+    @staticmethod
+    def _check(function: str, code: int) -> None:
         if code:
             raise RuntimeError(f"{function} failed with CUDA error {code}; set model.copy_engine_collectives=False")
 
 
+_WAIT_VALUE_32, _WRITE_VALUE_32 = 1, 2
+"""CU_STREAM_MEM_OP_WAIT_VALUE_32 and CU_STREAM_MEM_OP_WRITE_VALUE_32."""
+
+
+class _MemoryOperation(ctypes.Structure):
+    """CUstreamBatchMemOpParams of these; flags 0: waits for a greater or equal value."""
+
+    _fields_ = (
+        ("operation", ctypes.c_uint64),  # of 32 bits and 32 of padding
+        ("address", ctypes.c_uint64),
+        ("value", ctypes.c_uint64),
+        ("flags", ctypes.c_uint64),
+        ("padding", ctypes.c_uint64 * 2),
+    )
+
+
 @cache
 def _driver_function(name: str) -> Any:
-    """Return a stream memory operation of the CUDA driver: (stream, address, value, flags) to an error code."""
+    """Return a stream memory operation of the CUDA driver: (stream, address, value, flags) to an error code, or of
+    several: (stream, number, address of these, flags).
+    """
     function = getattr(ctypes.CDLL("libcuda.so.1"), name)
-    function.argtypes = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint]
+    several = [ctypes.c_void_p, ctypes.c_uint, ctypes.c_void_p, ctypes.c_uint]
+    one = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint]
+    function.argtypes = several if "Batch" in name else one
     return function
 
 
