@@ -374,7 +374,7 @@ def test_fp8_names_each_matrix_with_its_reason(capsys: pytest.CaptureFixture[str
     assert found["decoder.layers.*.attention.qkv", True]["layers"] == layers
     kept = ", weights kept in fp8"
     assert f"{kept}, torch's" in found["decoder.layers.*.attention.qkv", True]["how"]
-    assert found["decoder.layers.*.mlp.experts", True]["how"] == f"rowwise scaling, e4m3, gradients e5m2{kept}, Triton"
+    assert found["decoder.layers.*.mlp.experts", True]["how"] == f"rowwise scaling, e4m3, gradients e5m2{kept}, Gluon"
     assert found["decoder.layers.*.mlp.experts", False]["how"] == "`model.first_last_layers_bf16`"
     assert found["decoder.layers.*.mlp.router", False]["layers"] == [0, *layers]
     assert {"head", "token_embedding"} <= {name for name, is_fp8 in found if not is_fp8}
@@ -386,7 +386,11 @@ def test_fp8_says_what_runs_through_transformer_engine(capsys: pytest.CaptureFix
     found = capsys.readouterr().out
     assert "qkv  layers 0-15: delayed scaling, e4m3, gradients e5m2, TransformerEngine (cuBLAS)\n" in found
     but = "(the input of fc2 has a scale for each row, the gradient of its activation that of a bound)"
-    assert f"mlp.experts  layers 0-15: tensorwise scaling, e4m3, gradients e5m2 {but}, Triton\n" in found
+    experts = f"mlp.experts  layers 0-15: tensorwise scaling, e4m3, gradients e5m2 {but}"
+    assert f"{experts}, Gluon\n" in found
+    for more in (["--arch", "sm89"], ["model.ffn_hidden_size=3600", "--arch", "sm90"]):
+        assert main([*te[:4], *more]) == 0
+        assert f"{experts}, Triton\n" in capsys.readouterr().out
     assert main([*te, "model.fp8_recipe=rowwise", "--arch", "sm90"]) == 0
     own = "torch's scaled matmul; TransformerEngine has no rowwise scaling\n"
     assert f"qkv  layers 0-15: rowwise scaling, e4m3, gradients e5m2, {own}" in capsys.readouterr().out

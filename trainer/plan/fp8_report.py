@@ -123,7 +123,7 @@ def explain_fp8(root: RootBlock, arch: str | None = None) -> Fp8Report:
     reasons = (stack.why_experts_without_fp8 for stack in run.family.stacks)
     experts = next(filter(None, reasons), "experts have LoRA updates")
     cores, refusal = _attentions(explain_attention(root, arch).choices, slices)
-    return Fp8Report(where, refusal, (*_matrices(model, slices, device, experts), *cores))
+    return Fp8Report(where, refusal, (*_matrices(model, slices, capability, experts), *cores))
 
 
 def _attentions(
@@ -155,9 +155,9 @@ def _others(layers: Sequence[bool]) -> list[bool]:
     return [not each for each in layers]
 
 
-def _how(fp8: Fp8Slice, device: str) -> str:
+def _how(fp8: Fp8Slice, capability: tuple[int, int] | None) -> str:
     """Return recipe and kernel of linear layers."""
-    if device == "cpu":
+    if capability is None:
         return f"{fp8.description}, emulated, slowly"
     if fp8.uses_transformer_engine:
         return f"{fp8.description}, TransformerEngine (cuBLAS)"
@@ -165,9 +165,14 @@ def _how(fp8: Fp8Slice, device: str) -> str:
     return f"{fp8.description}, {_KERNELS[fp8.recipe.scaling]}{why}"
 
 
-def _how_experts(fp8: Fp8Slice, device: str) -> str:
-    """Return recipe and kernel of experts."""
-    recipe, kernel = fp8.expert_recipe, "emulated, slowly" if device == "cpu" else "Triton"
+def _how_experts(fp8: Fp8Slice, capability: tuple[int, int] | None, experts: nn.Module) -> str:
+    """Return recipe and kernel of experts; `hopper_launch.uses_hopper` decides on the kernel of a product."""
+    from ...kernels.fp8.recipe import TILE
+
+    recipe = fp8.expert_recipe
+    aligned = not any(size % TILE for parameter in experts.parameters() for size in parameter.shape[1:])
+    hopper = capability == (9, 0) and recipe.scaling != "blockwise" and aligned
+    kernel = "emulated, slowly" if capability is None else "Gluon" if hopper else "Triton"
     but = ""
     if recipe.scaling == "tensorwise":
         bound = ", the gradient of its activation that of a bound" if recipe.backward == "e5m2" else ""
@@ -175,7 +180,9 @@ def _how_experts(fp8: Fp8Slice, device: str) -> str:
     return f"{replace(fp8, recipe=recipe).description}{but}, {kernel}"
 
 
-def _matrices(model: nn.Module, slices: Mapping[str, Fp8Slice | None], device: str, experts: str) -> list[Fp8Matrix]:
+def _matrices(
+    model: nn.Module, slices: Mapping[str, Fp8Slice | None], capability: tuple[int, int] | None, experts: str
+) -> list[Fp8Matrix]:
     from torch import nn
 
     from ...models.fp8 import fp8_modules
@@ -186,7 +193,8 @@ def _matrices(model: nn.Module, slices: Mapping[str, Fp8Slice | None], device: s
     for name, module in model.named_modules():
         reason, fp8 = _why_not(name, module, on=any(slices.values())), _slice_of(name, slices)
         if name in in_fp8 and fp8 is not None:
-            reason = (_how if isinstance(module, nn.Linear) else _how_experts)(fp8, device)
+            linear = isinstance(module, nn.Linear)
+            reason = _how(fp8, capability) if linear else _how_experts(fp8, capability, module)
         elif reason and isinstance(module, Experts) and _layer_of(name) in layers:
             reason = experts
         if reason:
