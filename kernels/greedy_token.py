@@ -57,7 +57,7 @@ def triton_greedy_token(logits: Tensor, diverged: int) -> Tensor:
 
 
 def greedy_token(logits: Tensor, diverged: int) -> Tensor:
-    """Return the index of the largest logit of each row, int64 (rows,); `diverged` where it is not finite or NaN.
+    """Return the index of the largest logit of each row, int64 (rows,); `diverged` where it is not finite.
 
     Args:
         logits: (rows, vocab), any floating dtype.

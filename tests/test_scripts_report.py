@@ -63,6 +63,17 @@ def test_ratios_are_medians_within_a_round(report: ModuleType, tmp_path: Path) -
     assert report.text_of("training_step_gpt", tmp_path / "none.jsonl") == "training_step_gpt: nothing ran\n"
 
 
+def test_an_empty_place_is_filled(report: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "results").mkdir()
+    (tmp_path / "results" / "parallel.jsonl").write_text(json.dumps(step(1, "stoker", 400.0, case="fsdp", devices=4)))
+    (tmp_path / "benchmarks.md").write_text("<!-- table: parallel -->\n<!-- end -->\n")
+    monkeypatch.setattr(report, "DOCS", tmp_path)
+    monkeypatch.setattr(report, "SPEED", {})
+    page = report.files()[tmp_path / "benchmarks.md"]
+    assert "| stoker | 400 | 100 |" in page
+    assert page.endswith("(plots/parallel.svg)\n<!-- end -->\n")
+
+
 def test_layouts_on_several_gpus(report: ModuleType) -> None:
     def run(number: int, devices: int, peer: str, speed: float) -> dict[str, Any]:
         return step(number, peer, speed, case="fsdp", devices=devices)

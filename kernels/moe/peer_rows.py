@@ -110,7 +110,7 @@ def send_rows(
         targets: int32, the same number for each row.
         offset: of a tensor (capacity, width) in the memory of each rank, in bytes, a multiple of 16.
         capacity: its rows.
-        extras: up to three tensors (targets, 1) of values that are written beside the rows, and the offsets of theirs.
+        extras: up to three tensors (targets, 1), a value beside each row, and their offsets in the memory of each rank.
     """
     rows, (number, width) = rows.contiguous(), rows.shape
     if not peers.by_triton:

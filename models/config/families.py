@@ -67,5 +67,5 @@ def without_transformer_engine(keys: FamilyKeys) -> str:
 
 
 def name_stacks(message: str, keys: FamilyKeys) -> str:
-    """Return a message with the overrides for its cure `transformer_engine=null`, which does not know the stacks."""
+    """Return an error message whose cure is `transformer_engine=null` with the overrides for it in every stack."""
     return message.replace("use transformer_engine=null", f"use {without_transformer_engine(keys)}")

@@ -101,7 +101,7 @@ class PeerExchange:
         send_rows(self._peers, counts.view(1, -1), self._rows_of_counts, self._offsets.counts, self.ranks)
         self._barrier()
         self._in_use.add("counts")
-        return self._part(self._peers.rank, self._offsets.counts, counts, self.ranks).clone()
+        return self._part(self._offsets.counts, counts, self.ranks).clone()
 
     def send(self, rows: Sequence[Tensor], targets: Tensor, capacity: int, number: Tensor | None) -> Tensor:
         """Send tokens (n, h), and extras (n k, 1), to the targets (n, k); return `number` on the host, if given."""
@@ -123,9 +123,8 @@ class PeerExchange:
     def receive(self, like: Sequence[Tensor], capacity: int, number: int) -> list[Tensor]:
         """Return the `number` rows that have arrived of each that was sent."""
         self._in_use.add("inbox")
-        places, own = _places(capacity, _row_bytes(like[0])), self._peers.rank
-        pairs = zip(like, places, strict=False)
-        return [self._part(own, self._offsets.inbox + place, each[0], number).clone() for each, place in pairs]
+        pairs = zip(like, _places(capacity, _row_bytes(like[0])), strict=False)
+        return [self._part(self._offsets.inbox + place, each[0], number).clone() for each, place in pairs]
 
     def give_back(self, rows: Tensor, gates: Tensor | None, sources: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Return the sum of each token's rows, (n, h), and what was sent for the gates of its assignments, (n, k)."""
@@ -142,8 +141,8 @@ class PeerExchange:
         found = self._peers.part(self._peers.rank, second, gates.dtype, *slots.shape)
         return total, torch.where(slots >= 0, found, 0)
 
-    def _part(self, rank: int, offset: int, row: Tensor, rows: int) -> Tensor:
-        return self._peers.part(rank, offset, row.dtype, rows, row.numel())
+    def _part(self, offset: int, row: Tensor, rows: int) -> Tensor:
+        return self._peers.part(self._peers.rank, offset, row.dtype, rows, row.numel())
 
     def _claim(self, part: str) -> None:
         """Make sure that no rank still reads a part of its memory that is to be written."""

@@ -11,12 +11,11 @@ is the speed of the same contender on one GPU times their number; 131,072 tokens
 whole on one GPU. `--dry-run` measures and writes nothing: it trains the cases of stoker shrunk, two steps each, on
 processes of the CPU.
 
-The MoE cases force a balanced load in all contenders: random tokens teach a router nothing, the fullest of four ranks
-soon gets 1.5 to 2.2 times its share, and every layer waits for that rank: its imbalance would be measured with the
-layout. stoker and Megatron-core draw random logits (`moe_router_force_load_balancing`), by which the fullest of four
-ranks gets about 1.005 times its share; torchtitan assigns experts in turn (`debug.moe_force_load_balance`). Experts
-on several ranks get their tokens by the dispatcher `flex`, and by `alltoall`, like those of the peers, in
-`stoker_alltoall`.
+The MoE cases force a balanced load in all contenders: random tokens teach a router nothing, and every layer waits for
+the fullest rank (docs/moe.md), so that its imbalance would be measured with the layout. stoker and Megatron-core draw
+random logits (`moe_router_force_load_balancing`), by which the fullest of four ranks gets about 1.005 times its share;
+torchtitan assigns experts in turn (`debug.moe_force_load_balance`). Experts on several ranks get their tokens by the
+dispatcher `flex`, and by `alltoall`, like those of the peers, in `stoker_alltoall`.
 """
 
 from __future__ import annotations

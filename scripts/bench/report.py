@@ -254,8 +254,8 @@ def files() -> dict[Path, str]:
     for name, rows in measured.items():
         rendered = render(name, rows)
         found[DOCS / "plots" / f"{name}.svg"] = draw(rendered.values, rendered.unit, rendered.limit)
-        new = f"{markdown(name, rows, rendered)}\n\n![{name}](plots/{name}.svg)"
-        pattern = rf"(?<=<!-- table: {name} -->\n).*?(?=\n<!-- end -->)"
+        new = f"{markdown(name, rows, rendered)}\n\n![{name}](plots/{name}.svg)\n"
+        pattern = rf"(?<=<!-- table: {name} -->\n).*?(?=<!-- end -->)"
         page = re.sub(pattern, lambda _, new=new: new, page, count=1, flags=re.DOTALL)
     return {DOCS / "benchmarks.md": page, **found}
 

@@ -12,7 +12,7 @@ from stoker.models.parallel.peer_memory import COUNTER_BYTES
 
 
 class HostMemory:
-    """A file of each rank mapped by all; waiting is polling. See `trainer.distributed.copy_engine.Memory`."""
+    """A file of each rank mapped by all; waiting is polling. See `models.parallel.peer_memory.Memory`."""
 
     def __init__(self, directory: Path, rank: int, size: int, num_bytes: int) -> None:
         self.rank = rank

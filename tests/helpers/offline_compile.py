@@ -155,12 +155,11 @@ def cases(capability: int) -> list[tuple[str, Any, dict[str, str], dict[str, Any
     sort = {"experts_pointer": "*i64", "kept_pointer": "*i1", **dict.fromkeys(("size", "experts", "blocks"), "i32")}
     sort |= {f"{name}_pointer": "*i32" for name in ("counts", "sums", "order", "places")}
     sent = {"rows_pointer": "*bf16", "targets_pointer": "*i32", "addresses_pointer": "*i64"}
-    greedy = {"logits_pointer": "*bf16", "token_pointer": "*i64"} | dict.fromkeys(
-        ("vocab", "stride", "diverged"), "i32"
-    )
     sent |= {"first_pointer": "*fp32", "second_pointer": "*i32"}
     sent |= dict.fromkeys(("offset", "first_offset", "second_offset", "third_offset"), "i32")
     sent |= dict.fromkeys(("capacity", "rows", "width"), "i32")
+    greedy = {"logits_pointer": "*bf16", "token_pointer": "*i64"}
+    greedy |= dict.fromkeys(("vocab", "stride", "diverged"), "i32")
     sending = {"COPIES": 2, "EXTRAS": 2, "third_pointer": None, "SEGMENTS": 64, "BLOCK": 1024}
     sorting = {"HAS_KEPT": True, "BLOCK": counting_sort.BLOCK}
     return [

@@ -75,7 +75,8 @@ class PeerMemory:
         for operation in self._meeting:
             operation.value = value
         function, address = "cuStreamBatchMemOp_v2", ctypes.addressof(self._meeting)
-        self._check(function, _driver_function(function)(self._stream, len(self._meeting), address, 0))
+        code = _driver_function(function)(self._stream, len(self._meeting), address, 0)
+        self._check(function, code, cure="model.moe_token_dispatcher_type=alltoall")
 
     def _operations_of_meet(self) -> Any:
         others = [rank for rank in range(len(self._pointers)) if rank != self.rank]
@@ -96,9 +97,9 @@ class PeerMemory:
         return torch._C._cuda_getCurrentRawStream(self._index)  # pyright: ignore[reportAttributeAccessIssue]
 
     @staticmethod
-    def _check(function: str, code: int) -> None:
+    def _check(function: str, code: int, cure: str = "model.copy_engine_collectives=False") -> None:
         if code:
-            raise RuntimeError(f"{function} failed with CUDA error {code}; set model.copy_engine_collectives=False")
+            raise RuntimeError(f"{function} failed with CUDA error {code}; set {cure}")
 
 
 _WAIT_VALUE_32, _WRITE_VALUE_32 = 1, 2
@@ -119,12 +120,10 @@ class _MemoryOperation(ctypes.Structure):
 
 @cache
 def _driver_function(name: str) -> Any:
-    """Return a stream memory operation of the CUDA driver: (stream, address, value, flags) to an error code, or of
-    several: (stream, number, address of these, flags).
-    """
+    """Return a function of the CUDA driver for one or a batch of stream memory operations; it returns an error code."""
     function = getattr(ctypes.CDLL("libcuda.so.1"), name)
-    several = [ctypes.c_void_p, ctypes.c_uint, ctypes.c_void_p, ctypes.c_uint]
-    one = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint]
+    several = [ctypes.c_void_p, ctypes.c_uint, ctypes.c_void_p, ctypes.c_uint]  # stream, number, address, flags
+    one = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint]  # stream, address, value, flags
     function.argtypes = several if "Batch" in name else one
     return function
 

@@ -216,9 +216,10 @@ def launch_dq(
     saved: HopperBackwardInputs, problem: FlashAttentionParams, gradient: Tensor, *,
     correct_delta: bool, far_sums: bool, slope_sums: bool,
 ) -> Tensor | None:  # fmt: skip
-    """Compute `gradient`, that of q, strided by rows; with `far_sums` or `slope_sums` return the sums of `hopper_dq`.
+    """Compute the gradient of q; with `far_sums` or `slope_sums` return the row sums of `hopper_dq`.
 
-    `correct_delta`, implied by both, corrects `saved.delta` in place.
+    `gradient` may be a slice along heads of a contiguous tensor. `correct_delta`, implied by both, corrects
+    `saved.delta` in place.
     """
     q, k = saved.q, saved.k
     batch, queries, heads, head_dim = q.shape
@@ -281,7 +282,7 @@ def launch_dkdv(
     saved: HopperBackwardInputs, problem: FlashAttentionParams, k_gradient: Tensor, v_gradient: Tensor, *,
     diagonals: bool,
 ) -> Tensor | None:  # fmt: skip
-    """Compute the gradients of k and v, strided by rows; with `diagonals` return the sums of `store_diagonals`."""
+    """Compute the gradients of k and v, like `launch_dq`; with `diagonals` return the sums of `store_diagonals`."""
     q, k = saved.q, saved.k
     batch, queries, heads, head_dim = q.shape
     keys, groups = k.shape[1:3]
@@ -339,7 +340,7 @@ def launch_fused_backward(
     saved: HopperBackwardInputs, problem: FlashAttentionParams, order: Tensor, q_gradient: Tensor, k_gradient: Tensor,
     v_gradient: Tensor,
 ) -> None:  # fmt: skip
-    """Compute the gradients of q, k and v, strided by rows; `order` is from `fused_order`."""
+    """Compute the gradients of q, k and v, like `launch_dq`; `order` is from `fused_order`."""
     q, k = saved.q, saved.k
     queries, heads, head_dim = q.shape[1:]
     keys, groups = k.shape[1:3]
