@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -11,7 +12,7 @@ from ..attention.flash.hopper.supported_calls import has_gluon, is_hopper
 from ..launch import INTERPRETED
 from ..moe.tile_map import find_tiles
 from .operands import Quantized
-from .recipe import TILE
+from .recipe import TILE, Granularity
 
 
 class HopperTile(NamedTuple):
@@ -48,11 +49,15 @@ def uses_hopper(a: Quantized, b: Quantized, out_dtype: torch.dtype, multiple: in
         multiple: a divisor of the rows of all experts.
         widths: the other dimensions of the matrices of an expert.
     """
-    if INTERPRETED or not a.data.is_cuda or out_dtype not in (torch.bfloat16, torch.float16):
+    if INTERPRETED or not a.data.is_cuda or not has_gluon() or not is_hopper(a.data.device):
         return False
-    scaled_after = all(matrix.granularity in ("tensor", "row") for matrix in (a, b))
-    aligned = not any(number % TILE for number in (multiple, *widths))
-    return scaled_after and aligned and has_gluon() and is_hopper(a.data.device)
+    return supports_product((a.granularity, b.granularity), out_dtype, multiple, *widths)
+
+
+def supports_product(granularities: Iterable[Granularity], out_dtype: torch.dtype, *sizes: int) -> bool:
+    """Return True if the kernels for Hopper have such operands, results and sizes, see `uses_hopper`."""
+    scaled_after = all(each in ("tensor", "row") for each in granularities)
+    return scaled_after and out_dtype in (torch.bfloat16, torch.float16) and not any(size % TILE for size in sizes)
 
 
 def _launch(

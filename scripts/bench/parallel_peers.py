@@ -3,7 +3,7 @@
 torchtitan 0.2: its `Trainer` with compiled layers; fp32 weights, bf16 under FSDP or autocast, and pure bf16 in fp8 and
 under tensor parallelism, where it has no mixed precision. Megatron-core: TransformerEngine layers, bf16 with fp32 main
 weights, the distributed optimizer, gradients and weights exchanged behind the passes. Both draw random tokens, and
-balance the load of experts by force where the case does.
+balance the load of experts by force.
 `Step` is a whole optimizer step.
 """
 
@@ -47,11 +47,6 @@ def micro_batches(case: Case, devices: int) -> int:
     """Return the micro batches of a data-parallel rank and step."""
     ranks = devices // (case.size("tensor", devices) * case.size("context", devices))
     return case.samples_per_step(devices) // case.work.micro_batch // ranks
-
-
-def forces_balance(case: Case) -> bool:
-    """Return True if each expert shall get about its share of the tokens."""
-    return "force_load_balancing" in str(case.work.overrides)
 
 
 def draw(case: Case, length: int, device: str = "cuda") -> tuple[Tensor, Tensor]:
@@ -111,7 +106,7 @@ def torchtitan(case: Case, devices: int, *, fp8: bool = False) -> Step:
     job.optimizer.lr = 1e-4
     job.lr_scheduler.warmup_steps = 10
     job.compile.enable = True
-    job.debug.moe_force_load_balance = forces_balance(case)
+    job.debug.moe_force_load_balance = "experts" in sizes
     job.activation_checkpoint.mode = "full" if "full" in str(case.work.overrides) else "none"
     job.parallelism.tensor_parallel_degree = case.size("tensor", devices)
     job.parallelism.context_parallel_degree = case.size("context", devices)
@@ -192,7 +187,7 @@ def megatron(case: Case, devices: int) -> Step:
             "moe_z_loss_coeff": 1e-3,
             "moe_grouped_gemm": True,
             "moe_permute_fusion": True,
-            "moe_router_force_load_balancing": forces_balance(case),
+            "moe_router_force_load_balancing": True,
             "moe_token_dispatcher_type": "alltoall",
             "expert_model_parallel_size": expert,
         }

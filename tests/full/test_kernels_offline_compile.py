@@ -28,7 +28,6 @@ REGISTERS = {
     "gated_forward": 64,
     "gated_backward": 96,
     "gated_projection": 96,
-    "greedy_token": 64,
     "lora_mlp_forward_16": 184,
     "lora_mlp_forward_32": 192,
     "lora_mlp_backward_16": 255,

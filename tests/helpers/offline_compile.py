@@ -27,7 +27,6 @@ def cases(capability: int) -> list[tuple[str, Any, dict[str, str], dict[str, Any
     from stoker.kernels.dropout import _dropout_kernel
     from stoker.kernels.fused_qkv_rope import fused_qkv_rope_kernel
     from stoker.kernels.gated_activation import _backward_kernel, _forward_kernel
-    from stoker.kernels.greedy_token import greedy_token_kernel
     from stoker.kernels.lora import lora_forward as narrow_updates
     from stoker.kernels.lora import lora_gated_mlp, lora_grad
     from stoker.kernels.moe import counting_sort
@@ -158,14 +157,11 @@ def cases(capability: int) -> list[tuple[str, Any, dict[str, str], dict[str, Any
     sent |= {"first_pointer": "*fp32", "second_pointer": "*i32"}
     sent |= dict.fromkeys(("offset", "first_offset", "second_offset", "third_offset"), "i32")
     sent |= dict.fromkeys(("capacity", "rows", "width"), "i32")
-    greedy = {"logits_pointer": "*bf16", "token_pointer": "*i64"}
-    greedy |= dict.fromkeys(("vocab", "stride", "diverged"), "i32")
     sending = {"COPIES": 2, "EXTRAS": 2, "third_pointer": None, "SEGMENTS": 64, "BLOCK": 1024}
     sorting = {"HAS_KEPT": True, "BLOCK": counting_sort.BLOCK}
     return [
         ("count_assignments", counting_sort.count_kernel, sort, sorting | {"BINS": 256}, {"num_warps": 4}),
         ("place_assignments", counting_sort.place_kernel, sort, sorting, {"num_warps": 4}),
-        ("greedy_token", greedy_token_kernel, greedy, {"BLOCK": 1 << 13}, {"num_warps": 32}),
         ("send_rows", send_kernel, sent, sending, {"num_warps": 4}),
         *(
             forked_norm_of(width, again)

@@ -45,7 +45,7 @@ def test_buffers_are_given_out_again() -> None:
 
 
 def test_slabs_are_cut(pinned: PinnedMemoryPool) -> None:
-    """What is left of a slab is used, also where a larger buffer needed a new slab in between."""
+    """The rest of a slab is used, also where a larger buffer needed a new slab in between."""
     buffers = [pinned.allocate(size) for size in (40000, 40000, 20000, 20000, 100000)]
     assert pinned.size == 2 * SMALL_SLAB + (1 << 17)  # the last has one of its own
     for number, buffer in enumerate(buffers):

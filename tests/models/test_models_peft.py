@@ -1,4 +1,4 @@
-"""What fine-tuning adds to models: its arithmetic, what is frozen, and the same gradients however memory is saved."""
+"""Parameters of fine-tuning: their arithmetic, what is frozen, and the same gradients however memory is saved."""
 
 from __future__ import annotations
 

@@ -353,7 +353,7 @@ NO_DROPOUT = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "ffn_dropout": 0.
 
 
 def step_of(mode: str) -> tuple[dict[str, Tensor], Counter[str], int]:
-    """What a compiled step gives, the products of a layer's backward, and the bytes that are kept."""
+    """The results of a compiled step, the products of a layer's backward, and the bytes that are kept."""
     graphs = CompiledGraphs()
     model = gpt(**LLAMA | NO_DROPOUT, attention_backend="unfused", num_layers=2, **MODES.get(mode, {}))
     compile_layers(model, graphs)

@@ -1,4 +1,4 @@
-"""What the keys of recomputation mean, and what they have against each other."""
+"""Meaning of the keys of recomputation, and their conflicts."""
 
 from __future__ import annotations
 

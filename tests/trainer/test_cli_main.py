@@ -195,7 +195,7 @@ def test_a_bug_leaves_a_file_and_one_line(capsys: Captured, tmp_path: Path, monk
 
 
 def wrapping(error: BaseException) -> RuntimeError:
-    """What Python 3.11 raises when Ctrl-C interrupts a `__set_name__`, as during the import of Hydra."""
+    """The error that Python 3.11 raises when Ctrl-C interrupts a `__set_name__`, as during the import of Hydra."""
     wrapper = RuntimeError("Error calling __set_name__ on 'Field' instance 'parent_base_dir' in 'InputDefault'")
     wrapper.__cause__ = error
     return wrapper

@@ -11,7 +11,6 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from ...kernels.greedy_token import greedy_token
 from ..data.tokenizers.tokenizer import Tokenizer
 
 DIVERGED = -1
@@ -65,10 +64,9 @@ class SamplingParams:
             logits = logits.float()
             penalized = torch.where(logits < 0, logits * self.repetition_penalty, logits / self.repetition_penalty)
             logits = torch.where(seen, penalized, logits)
-        if self.temperature == 0:
-            return greedy_token(logits, DIVERGED)
-        largest = logits.amax(dim=-1)
-        token = self._sample(logits, largest, uniforms)
+        largest, token = logits.max(dim=-1)
+        if self.temperature > 0:
+            token = self._sample(logits, largest, uniforms)
         return torch.where(largest.abs() < math.inf, token, DIVERGED)  # fewer kernels than `isfinite`
 
     def probabilities(self, logits: Tensor) -> Tensor:

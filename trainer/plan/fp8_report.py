@@ -17,6 +17,7 @@ from ..utils.errors import UserError
 from .attention_report import ARCHITECTURES, AttentionChoice, explain_attention, this_machine
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
 
     from ...models.config.fp8 import Fp8Slice
@@ -84,7 +85,7 @@ def explain_fp8(root: RootBlock, arch: str | None = None) -> Fp8Report:
 
     from ...kernels.attention.installed_software import detect_installed_software
     from ...kernels.fp8.te_linear import check_transformer_engine
-    from ...models.build import build_model
+    from ...models.build import TORCH_DTYPES, build_model
     from ...models.config.families import keys_by_stack, name_stacks
     from ...models.config.fp8 import check_fp8
 
@@ -123,7 +124,9 @@ def explain_fp8(root: RootBlock, arch: str | None = None) -> Fp8Report:
     reasons = (stack.why_experts_without_fp8 for stack in run.family.stacks)
     experts = next(filter(None, reasons), "experts have LoRA updates")
     cores, refusal = _attentions(explain_attention(root, arch).choices, slices)
-    return Fp8Report(where, refusal, (*_matrices(model, slices, capability, experts), *cores))
+    return Fp8Report(
+        where, refusal, (*_matrices(model, slices, capability, experts, TORCH_DTYPES[run.precision.compute]), *cores)
+    )
 
 
 def _attentions(
@@ -165,13 +168,13 @@ def _how(fp8: Fp8Slice, capability: tuple[int, int] | None) -> str:
     return f"{fp8.description}, {_KERNELS[fp8.recipe.scaling]}{why}"
 
 
-def _how_experts(fp8: Fp8Slice, capability: tuple[int, int] | None, experts: nn.Module) -> str:
-    """Return recipe and kernel of experts; `hopper_launch.uses_hopper` decides on the kernel of a product."""
-    from ...kernels.fp8.recipe import TILE
+def _how_experts(fp8: Fp8Slice, capability: tuple[int, int] | None, experts: nn.Module, out_dtype: torch.dtype) -> str:
+    """Return recipe and kernel of experts."""
+    from ...kernels.fp8.hopper_launch import supports_product
 
     recipe = fp8.expert_recipe
-    aligned = not any(size % TILE for parameter in experts.parameters() for size in parameter.shape[1:])
-    hopper = capability == (9, 0) and recipe.scaling != "blockwise" and aligned
+    sizes = (size for parameter in experts.parameters() for size in parameter.shape[1:])
+    hopper = capability == (9, 0) and supports_product((recipe.inputs, recipe.weights), out_dtype, *sizes)
     kernel = "emulated, slowly" if capability is None else "Gluon" if hopper else "Triton"
     but = ""
     if recipe.scaling == "tensorwise":
@@ -181,8 +184,9 @@ def _how_experts(fp8: Fp8Slice, capability: tuple[int, int] | None, experts: nn.
 
 
 def _matrices(
-    model: nn.Module, slices: Mapping[str, Fp8Slice | None], capability: tuple[int, int] | None, experts: str
-) -> list[Fp8Matrix]:
+    model: nn.Module, slices: Mapping[str, Fp8Slice | None], capability: tuple[int, int] | None, experts: str,
+    out_dtype: torch.dtype,
+) -> list[Fp8Matrix]:  # fmt: skip
     from torch import nn
 
     from ...models.fp8 import fp8_modules
@@ -194,7 +198,7 @@ def _matrices(
         reason, fp8 = _why_not(name, module, on=any(slices.values())), _slice_of(name, slices)
         if name in in_fp8 and fp8 is not None:
             linear = isinstance(module, nn.Linear)
-            reason = _how(fp8, capability) if linear else _how_experts(fp8, capability, module)
+            reason = _how(fp8, capability) if linear else _how_experts(fp8, capability, module, out_dtype)
         elif reason and isinstance(module, Experts) and _layer_of(name) in layers:
             reason = experts
         if reason:

@@ -127,16 +127,20 @@ def _hopper_gradients(
 
     saved = launchers.prepare_backward(q, k, v, out, lse, out_gradient, lse_gradient, problem)
     distance_gradient = slopes_gradient = row_sums = diagonals = sinks_gradient = None
-    dq, dk, dv = (each.new_empty(each.shape) for each in (q, k, v)) if parts is None else parts
+    writes_q, writes_kv = needs.q or needs.distance_bias or needs.slopes, needs.kv or needs.distance_bias
+    if parts is None:
+        written = zip((q, k, v), (writes_q, writes_kv, writes_kv), strict=True)
+        parts = tuple(each.new_empty(each.shape if writes else 0) for each, writes in written)
+    dq, dk, dv = parts
     order = launchers.fused_order(saved.q, saved.k, problem) if needs.q and needs.kv else None
     if order is not None:
         launchers.launch_fused_backward(saved, problem, order, dq, dk, dv)
-    elif needs.q or needs.distance_bias or needs.slopes:
+    elif writes_q:
         far_sums = needs.distance_bias and problem.right < 0
         row_sums = launchers.launch_dq(
             saved, problem, dq, correct_delta=needs.distance_bias, far_sums=far_sums, slope_sums=needs.slopes
         )
-    if order is None and (needs.kv or needs.distance_bias):  # after dq, which corrects the delta of the diagonals
+    if order is None and writes_kv:  # after dq, which corrects the delta of the diagonals
         diagonals = launchers.launch_dkdv(saved, problem, dk, dv, diagonals=needs.distance_bias)
     if diagonals is not None and problem.distance_bias is not None:
         reach, offset = problem.distance_bias.shape[1] // 2, problem.max_keys - problem.max_queries
