@@ -176,6 +176,7 @@ TABLES: dict[str, Table] = {
         f"attention_{name}": Table("attention.jsonl", render, lambda row, name=name: row["section"] == name)
         for name, render in SECTIONS.items()
     },
+    "attention_cudnn": Table("attention_cudnn.jsonl", ATTENTION),
     "data_parallel": Table("data_parallel.jsonl", exchange, overrides=training_step.MODELS["gpt"].overrides),
     "parallel": Table("parallel.jsonl", several),
 }
