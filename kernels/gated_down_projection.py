@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .activations import FUSED_ACTIVATIONS, NONLINEARITIES
+from .autocast import autocast
 from .gated_activation import gated_activation, reference_gated_activation, triton_backward
 from .launch import triton_runs_on
 
@@ -95,10 +96,7 @@ def gated_projection(gate_up: Tensor, weight: Tensor, bias: Tensor | None, kind:
         )
     if kind not in FUSED_ACTIVATIONS or not triton_runs_on(gate_up):
         return reference_gated_projection(gate_up, weight, bias, kind)
-    if torch.is_autocast_enabled(gate_up.device.type):
-        dtype = torch.get_autocast_dtype(gate_up.device.type)
-        gate_up, weight = gate_up.to(dtype), weight.to(dtype)
-        bias = None if bias is None else bias.to(dtype)
+    gate_up, weight, bias = autocast(gate_up, weight, bias)
     output = _GatedProjection.apply(gate_up, weight, bias, kind)
     assert isinstance(output, Tensor)
     return output

@@ -7,13 +7,14 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor
 
+from ..kernels.autocast import autocast_dtype
 from .fused_decoding import can_fuse_decode_step
 from .gpt import GPT
 from .kv_cache import CrossAttentionCache, KVCache, num_slots
 from .layer import Layer
 from .layers.attention_bias import RelativeBias, ScoreBias
 from .layers.compiling import eager_layers
-from .lm_head import add_decode_position_embeddings, add_position_embeddings, matmul_dtype, token_logits
+from .lm_head import add_decode_position_embeddings, add_position_embeddings, token_logits
 from .stack import Stack
 from .t5 import T5
 
@@ -162,7 +163,7 @@ class T5Decoder:
                 max_encoder_length + self._virtual_tokens,
                 cross.head_dim,
             )
-            key, value = (weight.new_zeros(shape, dtype=matmul_dtype(weight)) for _ in range(2))
+            key, value = (weight.new_zeros(shape, dtype=autocast_dtype(weight)) for _ in range(2))
             self._memories.append((key, value))
 
     @torch.no_grad()
@@ -226,7 +227,7 @@ def kv_cache_bytes(
                 * cross.groups
                 * cross.head_dim
             )
-    return elements * matmul_dtype(model.token_embedding.weight).itemsize
+    return elements * autocast_dtype(model.token_embedding.weight).itemsize
 
 
 def _num_virtual_tokens(model: GPT | T5) -> int:
@@ -248,7 +249,7 @@ def _build_cache(stack: Stack, weight: Tensor, rows: int, slots: int) -> KVCache
         slots=slots,
         head_dim=attention.head_dim,
         window=-1 if attention.window is None else attention.window[0],
-        dtype=matmul_dtype(weight),
+        dtype=autocast_dtype(weight),
         device=weight.device,
     )
 

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..kernels.autocast import autocast_dtype
 from ..kernels.cross_entropy import chunked_logits_bytes, default_chunk_tokens, linear_cross_entropy
 from .layers.cost import ByteWidths, Matrix, Weights
 from .layers.position_embeddings import PositionEmbedding, SamplePositionEmbedding
@@ -35,12 +36,6 @@ class OwnFunctions:
 
     loss: TokenFunction | None = None
     metrics: tuple[TokenFunction, ...] = ()
-
-
-def matmul_dtype(hidden: Tensor) -> torch.dtype:
-    """Return the dtype of matmuls: that of `hidden`, or of autocast."""
-    kind = hidden.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
 
 
 def add_position_embeddings(
@@ -145,7 +140,7 @@ def token_loss(
     if training and own.loss is not None:
         options: Any = {"vocab_size": vocab_size, "bias": bias, "softcap": softcap}
         return _sum_over_labels(own.loss, hidden.flatten(0, 1), weight, labels.flatten(), **options) / denominator
-    dtype = matmul_dtype(hidden)  # autocast does not apply to the fused operator: cast here
+    dtype = autocast_dtype(hidden)  # autocast does not apply to the fused operator: cast here
     if not isinstance(denominator, Tensor):
         exact = torch.float64 if dtype == torch.float64 else torch.float32
         denominator = torch.full((), denominator, dtype=exact, device=hidden.device)

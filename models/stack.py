@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..kernels.attention.packed_sequences import PackedSequences
+from ..kernels.autocast import autocast_dtype
 from .config.dense_stack import AttentionSlice
 from .config.stack import StackSlice
 from .dispatch.attention_calls import CallKind
@@ -24,7 +25,6 @@ from .layers.cost import StackInputs
 from .layers.dropout import StackDropout, token_places
 from .layers.norm import LayerNorm, RMSNorm, build_norm, norm_parameters, norm_saved_bytes, norm_saves_input
 from .layers.position_embeddings import RotaryEmbedding, XPosEmbedding, build_rotary
-from .lm_head import matmul_dtype
 from .memory.offload_activations import ActivationOffload
 from .memory.offload_weights import WeightOffload
 from .memory.recompute import RecomputableModule, run_with_recompute, should_recompute
@@ -122,7 +122,7 @@ class Stack(RecomputableModule):
 
     def compute_dtype(self, hidden: Tensor) -> torch.dtype:
         """Return the dtype of matmuls, of which the residual stream `hidden` may be wider."""
-        return matmul_dtype(next(self.layers.parameters(), hidden) if self.fp32_residual else hidden)
+        return autocast_dtype(next(self.layers.parameters(), hidden) if self.fp32_residual else hidden)
 
     def draw_dropout(self, shape: Sequence[int], device: torch.device, p: float) -> StackDropout | None:
         """Draw the keys of the dropouts of embeddings and layers, those of all pipeline stages.

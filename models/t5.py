@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ..kernels.attention.dispatch import BackendSelection
 from ..kernels.attention.packed_sequences import document_position_ids
+from ..kernels.autocast import autocast_dtype
 from .config.batch_shape import BatchSpec
 from .config.t5 import T5Slice, T5StackSlice
 from .dispatch.attention_calls import CallKind, decision_for
@@ -25,7 +26,6 @@ from .lm_head import (
     OwnFunctions,
     add_position_embeddings,
     head_weights,
-    matmul_dtype,
     token_logits,
     token_loss,
 )
@@ -415,7 +415,7 @@ class T5(nn.Module):
         if documents is not None and encoder_documents is not None:
             if shard is not None and shards is not None:
                 documents, encoder_documents = shard.gather(documents), shards[1].gather(encoder_documents)
-            positions, dtype = document_position_ids(documents), matmul_dtype(encoded.hidden)
+            positions, dtype = document_position_ids(documents), autocast_dtype(encoded.hidden)
             positions = positions if shard is None else shard.local(positions)
             packed = pack_documents(documents, shard, dtype=dtype, causal=True, with_mask=decision.needs_mask)
             mask = cross_decision.needs_mask

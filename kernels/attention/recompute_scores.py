@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from ..autocast import autocast
 from ..launch import triton_runs_on
 from .argument_checks import MAX_HEAD_DIM, MIN_HEAD_DIM, check_arguments, check_same_width
 from .backends.unfused import UnfusedAttention, stack_heads_by_group
@@ -164,9 +165,7 @@ def attention_recompute_scores(query: Tensor, key: Tensor, value: Tensor, *, sca
     Raises:
         ValueError: invalid shapes, dtypes, devices or scale.
     """
-    if torch.is_autocast_enabled(query.device.type):
-        dtype = torch.get_autocast_dtype(query.device.type)
-        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    query, key, value = autocast(query, key, value)
     inputs = AttentionInputs(query, key, value, causal=causal, softmax_scale=scale)
     check_arguments(inputs)
     check_same_width(inputs)

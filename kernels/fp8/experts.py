@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..autocast import autocast_dtype
 from ..moe.assignments import Assignments
 from ..moe.permute import combine_rows
 from .expert_rows import aligned_assignments, expert_row_multiple
@@ -163,8 +164,7 @@ def fp8_experts(
             )
     if not recipe.wgrad:
         raise ValueError("`recipe.wgrad` (False) must be True for experts, whose gradients are grouped fp8 matmuls.")
-    if torch.is_autocast_enabled(hidden.device.type):
-        hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
+    hidden = hidden.to(autocast_dtype(hidden))
     rows = assignments.order.shape[0]
     row_multiple = expert_row_multiple(recipe.inputs, rows, up.shape[0])
     aligned = aligned_assignments(assignments, row_multiple)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..activations import FUSED_ACTIVATIONS
+from ..autocast import autocast_dtype
 from ..gated_activation import gated_activation
 from .linear import check_weight, fp8_linear
 from .operands import Producer, Quantized, Source, source_arguments
@@ -123,8 +124,7 @@ def fp8_gated_mlp(
     """
     check_weight("up", up, inputs.shape[-1])
     check_weight("down", down, up.shape[0] // 2)
-    if torch.is_autocast_enabled(inputs.device.type):
-        inputs = inputs.to(torch.get_autocast_dtype(inputs.device.type))
+    inputs = inputs.to(autocast_dtype(inputs))
     hooks: dict[str, Any] = {"reduce": reduce, "weight_reduce": weight_reduce}
     if not can_fuse_gated_mlp(recipe, down.shape[1], activation):
         gate_up = fp8_linear(inputs, up, None, recipe, cast=up_cast, source=source, **hooks)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..autocast import autocast
 from .operands import Producer, Quantized, Source, source_arguments
 from .quantize import Reduce, quantize
 from .recipe import Fp8Recipe
@@ -120,9 +121,7 @@ def fp8_linear(
         ValueError: shapes do not match, or a width is no multiple of 16.
     """
     check_weight("weight", weight, inputs.shape[-1])
-    if torch.is_autocast_enabled(inputs.device.type):
-        dtype = torch.get_autocast_dtype(inputs.device.type)
-        inputs, bias = inputs.to(dtype), None if bias is None else bias.to(dtype)
+    inputs, bias = autocast(inputs, bias)
     options = recipe, reduce, weight_reduce, *source_arguments(source)
     output = _Fp8Linear.apply(inputs, weight, *cast_tensors(cast), *options)
     assert isinstance(output, Tensor)

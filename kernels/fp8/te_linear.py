@@ -19,6 +19,7 @@ from ..attention.backends.transformer_engine import import_transformer_engine
 from ..attention.call_spec import InstalledSoftware
 from ..attention.support_checks import format_version
 from ..attention.te_support import MIN_TE_FP8, why_not_te
+from ..autocast import autocast
 from .delayed_scaling import GRADIENT, INPUT, WEIGHT, DelayedScales
 from .linear import check_weight
 from .quantize import Reduce, amaxes
@@ -205,9 +206,7 @@ def te_linear(
         RuntimeError: delayed scaling without its state.
     """
     check_weight("weight", weight, inputs.shape[-1])
-    if torch.is_autocast_enabled(inputs.device.type):
-        dtype = torch.get_autocast_dtype(inputs.device.type)
-        inputs, bias = inputs.to(dtype), None if bias is None else bias.to(dtype)
+    inputs, bias = autocast(inputs, bias)
     flat = inputs.flatten(0, -2)
     tokens = flat.shape[0]
     padded = F.pad(flat, (0, 0, 0, -tokens % _MULTIPLE)) if tokens % _MULTIPLE else flat.contiguous()

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ..activations import FUSED_ACTIVATIONS, activation_with_derivative
+from ..autocast import autocast
 from ..gated_activation import reference_gated_activation
 from ..launch import jit, rounded, tl, triton, triton_runs_on
 from ..norm_functions import NormFactors
@@ -344,11 +345,7 @@ def lora_gated_mlp(
             raise ValueError(f"`{name}` {tuple(matrix.shape)} must be {' or '.join(map(str, sorted(valid)))}.")
     if kind not in FUSED_ACTIVATIONS:
         raise ValueError(f"`kind` ({kind}) must be one of {', '.join(sorted(FUSED_ACTIVATIONS))}.")
-    tensors = (up, up_a, up_b, down, down_a, down_b)
-    device = inputs.device.type
-    if torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
-        inputs, *tensors = inputs.to(dtype), *(tensor.to(dtype) for tensor in tensors)
+    inputs, *tensors = autocast(inputs, up, up_a, up_b, down, down_a, down_b)
     rows, start = inputs.flatten(0, -2).contiguous(), None
     if residual is not None and residual.dtype == inputs.dtype:
         start, residual = residual.flatten(0, -2), None

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..autocast import autocast
 from ..launch import triton_runs_on
 from ..norm_functions import NormFactors
 from .lora_forward import triton_lora_update
@@ -251,11 +252,7 @@ def lora_linear(
         raise ValueError(
             f"`lora_a` {tuple(lora_a.shape)} must be {(len(parts) * rank, weight.shape[1])}: {rank} rows for each part."
         )
-    kind = inputs.device.type
-    if torch.is_autocast_enabled(kind):
-        dtype = torch.get_autocast_dtype(kind)
-        inputs, weight, lora_a, lora_b = inputs.to(dtype), weight.to(dtype), lora_a.to(dtype), lora_b.to(dtype)
-        bias = None if bias is None else bias.to(dtype)
+    inputs, weight, bias, lora_a, lora_b = autocast(inputs, weight, bias, lora_a, lora_b)
     if dropped is not None:
         dropped = dropped.to(inputs.dtype)
         output = reference_lora_linear(inputs, weight, bias, lora_a, lora_b, scale=scale, parts=parts, dropped=dropped)

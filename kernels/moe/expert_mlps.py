@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..activations import FUSED_ACTIVATIONS, NONLINEARITIES
+from ..autocast import autocast
 from ..dropout import dropout as apply_dropout
 from ..launch import triton_runs_on
 from .assignments import Assignments, draw_assignment_rows, sorted_assignments
@@ -75,10 +76,7 @@ def expert_mlp(
     Raises:
         ValueError: shapes or dtypes do not match, or an argument is invalid.
     """
-    if torch.is_autocast_enabled(hidden.device.type):
-        dtype = torch.get_autocast_dtype(hidden.device.type)
-        hidden, up, down = hidden.to(dtype), up.to(dtype), down.to(dtype)
-        up_bias, down_bias = (None if bias is None else bias.to(dtype) for bias in (up_bias, down_bias))
+    hidden, up, down, up_bias, down_bias = autocast(hidden, up, down, up_bias, down_bias)
     weights = ExpertWeights(up, down, up_bias, down_bias, nonlinearity, gated)
     _check_shapes(hidden, experts, gates, weights, kept)
     _check_choices(nonlinearity, capacity, dropout, implementation)

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..autocast import autocast
 from ..dropout import dropout as apply_dropout
 from ..launch import triton_runs_on
 from .assignments import Assignments, draw_assignment_rows, padded_assignments, sorted_assignments
@@ -90,14 +91,11 @@ def lora_expert_mlp(
     Returns:
         (T, h) in the dtype of `hidden`, differentiable with respect to `hidden`, `gates` and the LoRA matrices.
     """
-    if torch.is_autocast_enabled(hidden.device.type):
-        dtype = torch.get_autocast_dtype(hidden.device.type)
-        hidden, up, down = hidden.to(dtype), up.to(dtype), down.to(dtype)
-        up_bias, down_bias = (None if bias is None else bias.to(dtype) for bias in (up_bias, down_bias))
-        up_lora, down_lora = (
-            None if low is None else LoRAMatrices(low.lora_a.to(dtype), low.lora_b.to(dtype), *low[2:])
-            for low in (up_lora, down_lora)
-        )
+    hidden, up, down, up_bias, down_bias = autocast(hidden, up, down, up_bias, down_bias)
+    up_lora, down_lora = (
+        None if low is None else LoRAMatrices(*autocast(low.lora_a, low.lora_b), *low[2:])
+        for low in (up_lora, down_lora)
+    )
     if capacity is not None:
         order, places = padded_assignments(experts, len(up), capacity, kept)
 

@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from ...kernels.autocast import autocast_dtype
 from ...kernels.fp8.experts import fp8_experts
 from ...kernels.moe.assignments import assignment_rows, sorted_assignments
 from ...kernels.moe.expert_mlps import expert_mlp, runs_fused
@@ -93,8 +94,7 @@ class Experts(nn.Module):
         if self.ranks is None:
             output = self.compute(self._own_inputs(tokens, routing, dropout))
             return output if beside is None else output + beside()
-        if torch.is_autocast_enabled(tokens.device.type):
-            tokens = tokens.to(torch.get_autocast_dtype(tokens.device.type))
+        tokens = tokens.to(autocast_dtype(tokens))
         rows = self._dropout_rows(routing, dropout)
         dispatcher = self.dispatcher
         if dispatcher == "flex" and (self.exchange is None or not self.training):  # of equal numbers of tokens only

@@ -24,6 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...kernels.autocast import autocast
 from ...kernels.lora.lora_linear import fused_lora_linear, fused_lora_linear_backward
 from .overlap import gather_and_multiply, multiply_and_scatter
 from .partition import Partition, RankPart
@@ -346,15 +347,6 @@ def row_linear(hidden: Tensor, weight: Tensor, ranks: TensorParallel) -> Tensor:
 def sum_partial(partial: Tensor, ranks: TensorParallel) -> Tensor:
     """Return the sum of the ranks' partial results, or of the rank's share of the tokens where these are sharded."""
     return (reduce_scatter_tokens if ranks.shards_tokens else reduce_partial)(partial, ranks)
-
-
-def autocast(hidden: Tensor, *others: Tensor | None) -> list[Tensor | None]:
-    """Cast tensors as autocast would, which does not reach into a function."""
-    kind = hidden.device.type
-    if not torch.is_autocast_enabled(kind):
-        return [hidden, *others]
-    dtype = torch.get_autocast_dtype(kind)
-    return [None if tensor is None else tensor.to(dtype) for tensor in (hidden, *others)]
 
 
 # ---------------------------------------------------------------- LoRA

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...kernels.autocast import autocast
 from ...kernels.fp8.delayed_scaling import DelayedScales
 from ...kernels.fp8.linear import fp8_linear
 from ...kernels.fp8.operands import DTYPES, Quantized, Source, dequantize
@@ -27,7 +28,6 @@ from ...kernels.launch import disable_compile
 from .collectives import (
     SharedRows,
     TensorParallel,
-    autocast,
     gather_again,
     gather_tokens,
     scatter_tokens,
@@ -323,7 +323,7 @@ def fp8_column_linear(
     shared: Sequence[SharedRows] = (),
 ) -> Tensor:
     """Return `collectives.column_linear`, with all products in fp8; arguments as there."""
-    hidden, bias = autocast(hidden, bias)  # type: ignore[assignment]
+    hidden, bias = autocast(hidden, bias)
     if isinstance(product, TEProduct) and runs_on(hidden):
         whole: Any = _ColumnInput.apply(hidden, ranks.size, ranks.group, gathers)
         output = product.linear(whole, sum_shared_gradient(weight, shared, ranks), None)

@@ -17,6 +17,7 @@ from ...kernels.attention.dropout import move_rng
 from ...kernels.attention.inputs import AttentionInputs
 from ...kernels.attention.key_blocks import attend_to_block, block_gradients, merge_block, place_block
 from ...kernels.attention.packed_sequences import PackedSequences
+from ...kernels.autocast import autocast
 from .context import token_runs
 
 _ops: Any = torch.ops._c10d_functional
@@ -89,10 +90,8 @@ class RingAttention:
         if inputs.attention_chunk:
             raise ValueError(f"`attention_chunk` ({inputs.attention_chunk}) must be 0 in a ring; use cp_comm_type=a2a.")
         check_packed_dropout(inputs)
-        device_type = inputs.q.device.type
-        if torch.is_autocast_enabled(device_type):
-            dtype = torch.get_autocast_dtype(device_type)
-            inputs = inputs._replace(**{name: getattr(inputs, name).to(dtype) for name in "qkv"})
+        q, k, v = autocast(*inputs[:3])
+        inputs = inputs._replace(q=q, k=k, v=v)
         packed = inputs.packed
         documents: list[Tensor | None] = []
         for call in () if packed is None else packed.calls:
