@@ -47,6 +47,7 @@ ATTENTION = f"{ATTENTION_KEY}=true"
             "(24 on each of 2 tensor-parallel ranks) must be a multiple of 16",
         ),
         (["trainer.accelerator=gpu", "trainer.precision=32"], "trainer.precision", "must be bf16 with `fp8` (True)"),
+        (["trainer.accelerator=mps"], "model.fp8", "must be False with `accelerator` (mps)"),
         (["model.fp8_recipe=delayed"], "model.fp8_recipe", "needs `transformer_engine` (True)"),
         (
             ["model.transformer_engine=true", "model.reduce_amax=false", "trainer.devices=2"],

@@ -198,9 +198,17 @@ def fp8_layers_are_left(context: RuleContext) -> Iterator[Finding]:
 
 
 def fp8_precision_is_supported(context: RuleContext) -> Iterator[Finding]:
-    """On a GPU fp8 needs bf16 activations; `accelerator: auto` is checked when the run starts."""
+    """On a GPU fp8 needs bf16 activations, and MPS has none; `accelerator: auto` is checked when the run starts."""
     precision, accelerator = context.root.trainer.precision, context.root.trainer.accelerator
-    if context.root.model.fp8 and accelerator in ("gpu", "cuda") and not str(precision or "bf16").startswith("bf16"):
+    if not context.root.model.fp8:
+        return
+    if accelerator == "mps":
+        yield Finding.error(
+            ("model.fp8", "trainer.accelerator"),
+            "`fp8` (True) must be False with `accelerator` (mps), which has no fp8 matmuls",
+            "model.fp8=false",
+        )
+    if accelerator in ("gpu", "cuda") and not str(precision or "bf16").startswith("bf16"):
         yield Finding.error(
             ("trainer.precision", "model.fp8"),
             f"`precision` ({format_value(precision)}) must be bf16 with `fp8` (True) on a GPU: scaled matmuls return "
