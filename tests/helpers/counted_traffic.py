@@ -141,6 +141,7 @@ def _compare_step(directory: Path, ranks: Any, changes: dict[str, Any]) -> dict[
     def count(module: Any, batch: Any, batch_idx: int) -> None:
         with CollectiveCounter() as counter:
             training_step(module, batch, batch_idx)
+            module.wait_for_weights()  # a CPU gathers updated ones when they are waited for
         counted.update(counter.sizes)
         vocab_sizes.append(module.model.vocab_size)
         models.append(module.model)
