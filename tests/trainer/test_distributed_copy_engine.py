@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -191,6 +192,52 @@ class CountedCollectives(CopyEngineCollectives):
 
 STEPS = (1, 2, 1)
 """Micro batches of each step."""
+
+
+def test_experts_that_no_other_rank_has_are_plain_parameters(tmp_path: Path) -> None:
+    keys = {
+        "fsdp": True,
+        "num_moe_experts": 4,
+        "expert_model_parallel_size": 2,
+        "moe_token_dispatcher_type": "alltoall",
+    }
+    root = tiny_config(tmp_path, trainer__devices=2, **{f"model__{key}": value for key, value in keys.items()}).root
+
+    def on_rank(rank: int) -> dict[str, list[str]]:
+        dist.init_process_group("gloo", store=FileStore(f"{tmp_path}/store", 2), rank=rank, world_size=2)
+        mesh = build_mesh(ParallelLayout(data=2, expert=2), None, DistributedContext(rank, 2))
+        run = resolve_run(root, world_size=2)
+        parallel = training_state.build_data_parallel(run, CPU, mesh)
+        model = training_state.build_model(run, 50, CPU, data_parallel=parallel, mesh=mesh)
+        kinds: dict[str, list[str]] = {"experts": [], "others": []}
+        for name, parameter in model.named_parameters():
+            kinds["experts" if ".experts." in name else "others"].append(type(parameter).__name__)
+        dist.destroy_process_group()
+        return kinds
+
+    for kinds in fork_ranks(str(tmp_path), 2, on_rank):
+        assert set(kinds["experts"]) == {"Parameter"}, "FSDP2 would copy them and their gradients"
+        assert set(kinds["others"]) == {"DTensor"}
+
+
+def test_ranks_that_meet_write_to_all_others_before_they_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+
+    def batch(stream: int, number: int, address: int, flags: int) -> int:
+        found = (copy_engine._MemoryOperation * number).from_address(address)
+        seen.append((stream, flags, [(each.operation, each.address, each.value, each.flags) for each in found]))
+        return 0
+
+    monkeypatch.setattr(copy_engine, "_driver_function", {"cuStreamBatchMemOp_v2": batch}.__getitem__)
+    monkeypatch.setattr(copy_engine.PeerMemory, "_stream", 7)
+    memory = object.__new__(copy_engine.PeerMemory)
+    memory.rank, memory._pointers = 1, [1000, 2000, 3000]
+    memory._meeting = memory._operations_of_meet()
+    for value in (1, 2):
+        memory.meet(value)
+        operations = [(2, 1064), (2, 3064), (1, 2000), (1, 2128)]  # CUDA: 2 writes, 1 waits
+        assert seen.pop() == (7, 0, [(*each, value, 0) for each in operations])
+    assert ctypes.sizeof(copy_engine._MemoryOperation) == 48, "as CUstreamBatchMemOpParams"
 
 
 def train(

@@ -77,16 +77,22 @@ class ShardedDataParallel(DataParallel):
         """Shard the parameters into DTensors."""
         layers: list[nn.Module] = [layer for stack in get_stacks(model) for layer in stack.layers]
         layer_of: dict[nn.Module, nn.Module] = {}
+        alone: set[nn.Parameter] = set()
         if self.expert_mesh is not None:
             layer_of = {moe.experts: layer for layer in layers for moe in find_moe_layers(layer).values()}
+            if self.expert_mesh.size() == 1:  # FSDP2 would copy the weights and gradients of a unit of one rank
+                alone = {parameter for experts in layer_of for parameter in experts.parameters()}
+                layer_of = {}
         by_copy_engines: list[FSDPModule] = []
         for module in (*layer_of, *layers, model):
-            rows = [each.shape[0] for each in module.parameters() if not isinstance(each, DTensor)]
+            own = (each for each in module.parameters() if not isinstance(each, DTensor) and each not in alone)
+            rows = [each.shape[0] for each in own]
             fully_shard(
                 module,
                 mesh=self.expert_mesh if module in layer_of else self.mesh,
                 reshard_after_forward=self._reshards_root if module is model else True,
                 mp_policy=self._policy,
+                ignored_params=alone,
             )
             assert isinstance(module, FSDPModule)
             if module in layer_of:
