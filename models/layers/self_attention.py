@@ -269,8 +269,42 @@ def context_traffic(attention: AttentionSlice, inputs: StackInputs, key_tokens: 
         sent = Collective(axis, "send", keys * steps, "forward", number=steps, overlaps=True)
         gradients = keys * max(4, inputs.widths.compute) // inputs.widths.compute * split.ring_ranks
         found += [sent, sent._replace(during="backward")]
-        found.append(sent._replace(during="backward", num_bytes=gradients, number=split.ring_ranks))
+        # the last ones go home when nothing is left to compute
+        last = sent._replace(during="backward", num_bytes=gradients // split.ring_ranks, number=1, overlaps=False)
+        found += [last._replace(num_bytes=last.num_bytes * steps, number=steps, overlaps=True), last]
     return tuple(found)
+
+
+def context_moved_bytes(attention: AttentionSlice, inputs: StackInputs, key_tokens: int) -> tuple[int, int]:
+    """Return the bytes that a rank reads and writes, forward and backward, around the exchange of an attention over the
+    context-parallel ranks: to arrange and sum what it exchanges.
+
+    Counted from the code of `models.parallel`, a sum as read and written once a step; a compiler may fuse more or less.
+
+    Args:
+        attention: its configuration.
+        inputs: inputs of the stack.
+        key_tokens: keys of the rank.
+    """
+    split, width = inputs.context_split, attention.head_dim * inputs.widths.compute
+    if split is None:
+        return 0, 0
+    queries, keys = inputs.tokens * attention.heads * width, 2 * key_tokens * attention.groups * width
+    if split.exchange == "all_gather":
+        # keys and values joined, and the outputs of two runs; the gathered ones are saved, and counted with that
+        return 2 * keys + 2 * queries, 2 * queries
+    forward = backward = 0
+    if split.head_ranks > 1:  # joined and put in order, and outputs before and after they are sent
+        forward = backward = 2 * 2 * (queries + keys) + 2 * 2 * queries
+    if (steps := split.ring_ranks) > 1:
+        wide = max(4, inputs.widths.compute) // inputs.widths.compute
+        # keys and values joined; in each step the wide sum of outputs is read and written beside a block's
+        forward += 2 * keys + steps * (1 + 2 * wide) * queries
+        # likewise the gradients of queries, then rounded, and those of keys, to which what arrives is added; every step
+        # but the first reads output and gradient once more for their products
+        backward += 2 * keys + (steps * (1 + 2 * wide) + wide + 1 + 2 * (steps - 1)) * queries
+        backward += (steps * (1 + 2 * wide) + (steps - 1) * 3 * wide + wide + 1) * keys
+    return forward, backward
 
 
 def self_attention_memory(inputs: StackInputs) -> PartMemory:

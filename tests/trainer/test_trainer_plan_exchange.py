@@ -68,6 +68,26 @@ def test_peaks_and_steps_are_those_measured_on_four_gpus() -> None:
         assert slower is None or plan.seconds / alone.seconds == pytest.approx(slower, abs=0.02)
 
 
+def test_sums_beside_matmuls_cost_more_than_their_bytes() -> None:
+    """Milliseconds that steps took longer than on the slowest of the GPUs alone: docs/benchmarks.md, and as above."""
+    errors: list[float] = []
+    for gpu, devices, overrides, longer in (
+        ("h100", 2, [], 10.2),
+        ("h100", 2, [ZERO1, AT_ONCE], 2.4),
+        ("h100", 2, [*GRAD, AT_ONCE], 1.5),
+        ("h100", 4, [], 14.3),
+        ("h100", 4, [ZERO1], 1.4),
+        ("h100", 4, [ZERO1, AT_ONCE], 4.7),
+        ("h200", 4, [ZERO1, AT_ONCE], 4.8),
+        ("h200", 4, [FSDP], 1.1),
+    ):
+        alone = planned(*LLAMA, "model.global_batch_size=4", devices=1, gpu=gpu)
+        plan = planned(*LLAMA, f"model.global_batch_size={4 * devices}", *overrides, devices=devices, gpu=gpu)
+        errors.append(1e3 * (plan.seconds - alone.seconds) - longer)
+    assert max(map(abs, errors)) < 3.5, errors
+    assert abs(sum(errors)) / len(errors) < 1.5, errors
+
+
 @pytest.mark.parametrize(
     ("overrides", "collectives"),
     [

@@ -18,7 +18,7 @@ from stoker.trainer.config.resolved_run import resolve_run
 from stoker.trainer.plan.hardware import parse_gpu
 from stoker.trainer.plan.layout_search import on_machines, search_layouts
 from stoker.trainer.plan.run_plan import Plan, gpu_target, make_plan
-from stoker.trainer.plan.traffic import axis_link, planned_bytes
+from stoker.trainer.plan.traffic import axis_link, planned_bytes, step_traffic
 from stoker.trainer.utils.errors import EXIT_BAD_INPUT, EXIT_OK
 
 LLAMA = ["model=llama_1b", "data=mock", "model.global_batch_size=512"]
@@ -84,6 +84,102 @@ def test_bytes_of_attention_over_context_parallel_ranks() -> None:
     both = sizes(planned(*LLAMA, context=4, comm="a2a+p2p"))
     assert both["context heads", "all-to-all"] == a2a["context", "all-to-all"]
     assert both["context ring", "send"] == 2 * 2 * keys * 1 + 2 * 2 * keys * 2
+
+
+DENSE, EIGHT, ONE = "experiment=llama_1b_bench", "model.global_batch_size=8", "model.micro_batch_size=1"
+LONG = [DENSE, ONE, "model.global_batch_size=1", "model.encoder_seq_length=16384", "model.context_parallel_size=2"]
+MOE = ["experiment=moe_bench", "model.moe_router_force_load_balancing=true"]
+MEASURED: list[tuple[float, list[str]]] = [
+    (0.2592, [DENSE, EIGHT]),
+    (0.2550, [DENSE, EIGHT, DISTRIBUTED]),
+    (0.2546, [DENSE, EIGHT, "model.fsdp=true"]),
+    (0.2563, [DENSE, EIGHT, "model.fsdp=true", "model.fsdp_sharding_strategy=grad"]),
+    (0.1593, [DENSE, "model.tensor_model_parallel_size=2", "model.sequence_parallel=true"]),
+    (0.2186, [*LONG, "model.cp_comm_type=p2p"]),
+    (0.2129, [*LONG, "model.cp_comm_type=a2a"]),
+    (0.3069, [DENSE, EIGHT, ONE, "model.pipeline_model_parallel_size=2"]),
+    (0.1875, [*MOE, EIGHT, "model.expert_model_parallel_size=2"]),
+]
+"""Seconds of steps on 2 H200 (scripts/bench/plan_check.py --layouts, torch 2.11, 2026-11-27)."""
+
+
+def on_gpus(number: int, *overrides: str, gpu: str = "h200") -> Plan:
+    run = resolve_run(load(*overrides, f"trainer.devices={number}").root, world_size=number, capability=(9, 0))
+    return make_plan(run, gpu_target(run, parse_gpu(gpu)))
+
+
+def test_steps_are_those_measured_on_two_gpus() -> None:
+    errors = [on_gpus(2, *overrides).seconds / seconds - 1 for seconds, overrides in MEASURED]
+    assert max(map(abs, errors)) < 0.05, errors
+    assert sum(map(abs, errors)) / len(errors) < 0.03, errors
+
+
+def test_pointwise_kernels_do_not_reach_all_the_bandwidth_of_an_h200() -> None:
+    """245.5 ms measured on one, 252.8 on an H100 (torch 2.11, 2026-11-24 and 27)."""
+    for gpu, seconds in (("h200", 0.2455), ("h100", 0.2528)):
+        assert on_gpus(1, DENSE, gpu=gpu).seconds == pytest.approx(seconds, rel=0.015)
+
+
+def test_context_parallel_ranks_arrange_what_they_exchange() -> None:
+    """Bytes besides those of one process, of 16 query and 4 key heads of 128 in bf16, in 24 layers and 2 micro batches;
+    seconds on an H100.
+    """
+    whole = planned(*LLAMA, EIGHT, devices=1)
+    queries, keys = (24 * 2 * 4 * 2048 * heads * 128 * 2 for heads in (16, 2 * 4))
+    # keys and values joined; in two steps the fp32 sum beside that of a block, also of gradients, which are rounded at
+    # the end; those of keys that arrive are added once; the backward kernels of two steps read output and gradient
+    ring = 4 * keys + 2 * (2 * 5) * queries + 3 * queries + 2 * queries + (2 * 5 + 3 * 2 + 3) * keys
+    for comm, moved in (
+        ("a2a", 2 * (4 * (queries + keys) + 4 * queries)),
+        ("p2p", ring),
+        ("all_gather", 2 * keys + 4 * queries + 4.8 * keys * 2),  # the gathered ones are saved
+    ):
+        part = planned(*LLAMA, EIGHT, devices=2, context=2, comm=comm)
+        assert part.time is not None
+        assert whole.time is not None
+        beside = part.time.parts["pointwise"] - whole.time.parts["pointwise"] / 2
+        assert beside == pytest.approx(moved / (0.86 * 3.35e12), rel=1e-6), comm
+
+
+def test_gradients_of_keys_go_home_when_nothing_is_left_to_compute() -> None:
+    found = step_traffic((plan := planned(*LLAMA, context=4)).inputs, plan.memory.layers)
+    sends = {each.overlaps: each for each in found if each.axis == "context" and each.during == "backward"}
+    keys = 24 * 64 * 2 * 4 * 1024 * 4 * 128
+    assert (sends[False].num_bytes, sends[False].number) == (4 * keys, 24 * 64)
+    assert sends[True].num_bytes == 3 * (2 + 4) * keys
+
+
+def test_the_gpu_waits_for_the_host_where_that_waits_for_numbers_of_rows() -> None:
+    """In the forward pass of each of 16 layers, of which a launch takes 6.5 ms; the backward pass takes longer than its
+    launches. Without such a wait the host launches the forward pass of a layer while the GPU computes another.
+    """
+
+    def waiting(*overrides: str) -> float:
+        time = on_gpus(2, *MOE, EIGHT, *overrides, gpu="h100").time
+        assert time is not None
+        assert sum(time.parts.values()) == pytest.approx(time.seconds)
+        return time.parts["waiting for the host"]
+
+    split = "model.expert_model_parallel_size=2"
+    launching = 16 * 0.0027 * 2.4
+    assert 0.5 * launching < waiting(split) < launching
+    assert waiting(split, "model.moe_token_dispatcher_type=flex") == waiting(split)
+    # with four times the tokens a layer computes as long as it is launched
+    assert waiting(split, "model.micro_batch_size=16", "model.global_batch_size=32") < 0.1 * launching
+    # two micro batches of as many tokens wait twice
+    assert waiting(split, "model.global_batch_size=16") == pytest.approx(2 * waiting(split))
+    # the backward pass waits again if it exchanges the tokens again, with the launches of a forward pass more: what the
+    # GPU computes outside of the layers hides none of them
+    again = on_gpus(2, *MOE, EIGHT, split, "model.moe_layer_recompute=true", gpu="h100").time
+    assert again is not None
+    working = sum(again.parts[name] for name in ("matrix products", "attention", "pointwise", "recomputed"))
+    sending = next(each.seconds for each in again.traffic if each.axis == "expert")
+    hidden = 16 * 0.0027 * (2 * 2.4 + 1.5) - again.parts["waiting for the host"]
+    assert hidden < working + sending - 0.004
+    padded = ["model.moe_expert_capacity_factor=1.0", "model.moe_pad_expert_input_to_capacity=true"]
+    for unknown in (["model.moe_token_dispatcher_type=allgather"], padded):
+        assert waiting(split, *unknown) < 0.9 * waiting(split), unknown
+    assert waiting() == 0
 
 
 def test_experts_are_split_and_their_tokens_sent() -> None:

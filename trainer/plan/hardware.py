@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -31,6 +32,7 @@ class GPUSpec:
         peer_link: bytes/s to the other GPUs of its machine, as reached by NCCL collectives.
         network: bytes/s to GPUs of other machines, as reached by NCCL collectives.
         measured: the efficiencies were measured on this GPU; otherwise they are those of the H100.
+        pointwise_limit: bytes/s that pointwise kernels reach at most, whatever the bandwidth; infinite if not known.
         efficiency: efficiencies by their name in hardware.yaml.
         bench: file and date of the user's own measurements that rates and efficiencies were adjusted to; else empty.
     """
@@ -43,6 +45,7 @@ class GPUSpec:
     peer_link: float
     network: float
     measured: bool = False
+    pointwise_limit: float = math.inf
     efficiency: Mapping[str, float] = field(default_factory=lambda: EFFICIENCY, repr=False, hash=False)
     bench: str = ""
 
@@ -59,7 +62,7 @@ class GPUSpec:
     @property
     def pointwise_bandwidth(self) -> float:
         """Bytes/s that pointwise kernels reach."""
-        return self.bandwidth * self.efficiency["bandwidth"]
+        return min(self.bandwidth * self.efficiency["bandwidth"], self.pointwise_limit)
 
 
 def _gpu(entry: dict[str, Any]) -> GPUSpec:

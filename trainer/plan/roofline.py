@@ -14,11 +14,13 @@ from ...models.config.dense_stack import AttentionSlice
 from ...models.config.peft import LoRASlice
 from ...models.dispatch.core_attention import attended_pairs, recomputes_from_log_sum_exp
 from ...models.layers.cost import StackInputs, recomputed_bytes
+from ...models.layers.self_attention import context_moved_bytes
 from ...models.model_cost import training_flops_per_sample
 from ...models.parallel.schedule import StageTimes, simulate_step
 from ..config.schema.optim import optimizer_kind, optimizer_settings
 from .data_exchange import gradient_sums
 from .hardware import EFFICIENCY, GPUSpec
+from .launching import launching_seconds
 from .run_inputs import RunInputs
 from .state_memory import num_state_elements
 from .timeline import LayerInStack, MemoryPlan, layers_in_order
@@ -162,6 +164,14 @@ def _recompute_scores(inputs: StackInputs) -> Work:
     return total
 
 
+def _context_moved(inputs: StackInputs) -> tuple[int, int]:
+    """Bytes that arranging and summing what context-parallel ranks exchange moves in a layer, forward and backward."""
+    found = [context_moved_bytes(inputs.stack.attention, inputs, inputs.tokens)]
+    if inputs.cross is not None:
+        found.append(context_moved_bytes(inputs.cross, inputs, inputs.encoder_tokens))
+    return sum(forward for forward, _ in found), sum(backward for _, backward in found)
+
+
 def _layer_work(layer: LayerInStack, *, frozen: bool = False) -> Work:
     """Work of a layer's forward and backward pass without recomputation; frozen weights have no gradients."""
     memory = layer.memory
@@ -169,16 +179,17 @@ def _layer_work(layer: LayerInStack, *, frozen: bool = False) -> Work:
     passes = EFFICIENCY["pointwise_passes_compiled" if layer.stack.compiled else "pointwise_passes_eager"]
     saved = sum(each.num_bytes for each in memory.saved if each.part not in ("scores", "weights"))
     moved = passes * (saved + memory.input_bytes)
+    arranging = _context_moved(layer.stack)
     if layer.skips_backward:
         flops = {"matmul": memory.matmul_flops, "grouped": memory.grouped_flops, "fp8": memory.fp8_flops}
-        return Work(**flops, moved=moved / 3) + core
+        return Work(**flops, moved=moved / 3 + arranging[0]) + core
     in_fp8 = 2 if frozen or not memory.inputs.saves_fp8 else 3
     return Work(
         matmul=(2 if frozen else 3) * memory.matmul_flops + 3 * core.matmul,
         fp8=in_fp8 * memory.fp8_flops,
         grouped=(2 if frozen else 3) * memory.grouped_flops,
         attention=(1 + _ATTENTION_BACKWARD_RATIO) * core.attention,
-        moved=moved + 3 * core.moved,
+        moved=moved + sum(arranging) + 3 * core.moved,
     )
 
 
@@ -191,7 +202,8 @@ def recompute_work(layer: LayerInStack) -> Work:
         core = attention_core_work(layer.stack)
         # the backward pass does not need the output of fc2, so the compiler does not recompute it
         skipped = memory.last_matmul_flops if layer.stack.compiled and layer.recompute.chunk == 1 else 0.0
-        moved = _layer_work(layer).moved - 3 * core.moved
+        arranging = _context_moved(layer.stack)
+        moved = _layer_work(layer).moved - 3 * core.moved - sum(arranging) + 3 * arranging[0]
         fp8 = memory.fp8_flops - skipped * (memory.inputs.fp8 is not None)
         flops = {"matmul": memory.matmul_flops - skipped, "grouped": memory.grouped_flops, "fp8": fp8}
         return Work(**flops, moved=moved / 3) + core
@@ -390,11 +402,6 @@ def rank_time(run: RunInputs, memory: MemoryPlan, gpu: GPUSpec) -> RankTime:
         "pointwise": micro * model_work.moved / speeds.pointwise,
         "recomputed": speeds.seconds(recompute),
     }
-    launches = sum(EFFICIENCY["host_cross_attention"] if layer.stack.cross else 1.0 for layer in memory.layers)
-    parts |= _launching(run, gpu, micro * len(memory.layers), micro * launches, computing=sum(parts.values()))
-    parts["copies not hidden"] = micro * offload_stall_seconds(
-        memory.layers, lambda layer: speeds.forward_and_backward(layer, frozen=run.is_frozen), gpu.host_link
-    )
     traffic = axis_traffic(
         run,
         memory.layers,
@@ -403,6 +410,13 @@ def rank_time(run: RunInputs, memory: MemoryPlan, gpu: GPUSpec) -> RankTime:
         matmul_seconds=micro * speeds.matmul_seconds(model_work),
         attention_seconds=parts["attention"],
     )
+
+    def passes(layer: LayerInStack) -> tuple[float, float]:
+        return speeds.forward_and_backward(layer, frozen=run.is_frozen)
+
+    exchange = next((each.exposed for each in traffic if each.axis == "expert"), 0.0)
+    parts |= launching_seconds(run, gpu, memory.layers, passes, computing=sum(parts.values()), exchange=exchange)
+    parts["copies not hidden"] = micro * offload_stall_seconds(memory.layers, passes, gpu.host_link)
     replicated = run.layout is None or (run.layout.replicates_weights and not run.layout.shards_gradients)
     once = {"data", "expert data", "replicas"} if replicated else set[str]()
     after = sum((each.exposed for each in traffic if each.axis in {"embeddings", "position biases", *once}), 0.0)
@@ -427,23 +441,6 @@ def rank_time(run: RunInputs, memory: MemoryPlan, gpu: GPUSpec) -> RankTime:
         sent=micro * sum(map(offloaded_bytes, memory.layers)) + memory.persistent.on_host,
         traffic=traffic,
     )
-
-
-def _launching(run: RunInputs, gpu: GPUSpec, layers: int, launches: float, *, computing: float) -> dict[str, float]:
-    """Seconds by which launching the kernels of `layers` layers exceeds computing, on the GPU and on the host, which
-    needs the time of `launches` layers without cross-attention.
-    """
-    starting = max(0.0, layers * EFFICIENCY["gpu_seconds"] - computing)
-    waiting = 0.0
-    if not run.uses_cuda_graph:
-        # that of a layer without compilation is the mean of layers with and without cross-attention
-        host = (
-            launches * gpu.efficiency["host_seconds_compiled"]
-            if run.compiled
-            else layers * gpu.efficiency["host_seconds_eager"]
-        )
-        waiting = max(0.0, host - computing - starting)
-    return {"starting kernels": starting, "waiting for the host": waiting}
 
 
 def _attention_speed(run: RunInputs, peak: float) -> float:

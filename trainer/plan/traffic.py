@@ -376,15 +376,17 @@ def axis_traffic(
 def _lost_beside(each: Collective, link: Link, by: str, gpu: GPUSpec, *, in_place: bool = False) -> float:
     """Return the seconds that computation loses by a collective beside it; `in_place`: weights are gathered in place.
 
-    Copy engines and the local sums need bandwidth of the memory; NCCL's kernels take multiprocessors from matmuls,
-    which is measured between GPUs of a machine only.
+    Copy engines and the local sums need bandwidth of the memory. The kernels of these sums, and those of NCCL, take
+    multiprocessors from matmuls besides; the latter is measured between GPUs of a machine only.
     """
     if by == "copy engines":
         sent = each.sent_bytes(link.ranks)  # read, written into inboxes, then summed or copied from there
-        last = 2 * (each.num_bytes / link.ranks if in_place else sent)
+        last, taken = 2 * (each.num_bytes / link.ranks if in_place else sent), 0.0
         if each.kind == "reduce-scatter":
             last = each.num_bytes * (1 + 2 / link.ranks)
         elif each.kind == "all-reduce":  # of two ranks, which send each other all
             last = each.num_bytes * (2 + 2)
-        return (2 * sent + last) / gpu.pointwise_bandwidth
+        if each.kind != "all-gather":
+            taken = EFFICIENCY["sums_beside_matmuls"] * sent / link.bandwidth
+        return (2 * sent + last) / gpu.pointwise_bandwidth + taken
     return EFFICIENCY["nccl_beside_matmuls"] * link.seconds(each) if link.name == "node" else 0.0

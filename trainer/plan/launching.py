@@ -1,0 +1,80 @@
+"""Time that a step takes longer than its work because of kernel launches, on the GPU and on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from .hardware import EFFICIENCY, GPUSpec
+from .run_inputs import RunInputs
+from .timeline import LayerInStack
+
+
+def launching_seconds(
+    run: RunInputs,
+    gpu: GPUSpec,
+    layers: Sequence[LayerInStack],
+    passes: Callable[[LayerInStack], tuple[float, float]],
+    *,
+    computing: float,
+    exchange: float,
+) -> dict[str, float]:
+    """Return the seconds of a step in which kernels start, and those in which the GPU waits for the host.
+
+    The host runs ahead of the GPU, so that only the sums of both matter. But where it waits for the numbers of rows of
+    an exchange, the GPU has done all before and then waits for each launch: there the longer one counts in each pass.
+
+    Args:
+        run: inputs of the estimate.
+        gpu: the GPU of a rank.
+        layers: of the rank.
+        passes: seconds that the GPU computes in the forward and in the backward pass of a layer.
+        computing: seconds that it computes in the step.
+        exchange: seconds in which it does nothing but exchange the tokens of experts, in the step.
+    """
+    micro = run.micro_batches
+    starting = max(0.0, micro * len(layers) * EFFICIENCY["gpu_seconds"] - computing)
+    if run.uses_cuda_graph:
+        return {"starting kernels": starting, "waiting for the host": 0.0}
+    number = micro * sum(2 + _repeats_exchange(layer) for layer in layers if _exchanges_tokens(layer))
+    own, sent = _host_seconds(run, gpu), exchange / max(1, number)
+    waiting, launching, busy = 0.0, 0.0, computing + starting
+    for layer in layers:
+        if not _exchanges_tokens(layer):
+            # that of a layer without compilation is the mean of layers with and without cross-attention
+            crosses = run.compiled and layer.stack.cross is not None
+            launching += micro * own * (EFFICIENCY["host_cross_attention"] if crosses else 1.0)
+            continue
+        repeats, (forward, backward) = _repeats_exchange(layer), passes(layer)
+        launched = own * EFFICIENCY["host_exchange_forward"]
+        launched_backward = own * EFFICIENCY["host_exchange_backward"] * (not layer.skips_backward)
+        for computed, exchanges, host, waits in (
+            (forward, 1, launched, True),
+            (backward, 1 + repeats, launched_backward + launched * repeats, repeats),
+        ):
+            if waits and _waits_for_rows(layer):
+                waiting += micro * max(0.0, host - computed - sent * exchanges)
+                busy -= micro * computed
+            else:
+                launching += micro * host
+                busy += micro * sent * exchanges
+    return {"starting kernels": starting, "waiting for the host": waiting + max(0.0, launching - busy)}
+
+
+def _host_seconds(run: RunInputs, gpu: GPUSpec) -> float:
+    return gpu.efficiency["host_seconds_compiled" if run.compiled else "host_seconds_eager"]
+
+
+def _exchanges_tokens(layer: LayerInStack) -> bool:
+    """True if a layer sends tokens to experts of other ranks."""
+    return layer.memory.has_experts and layer.stack.mesh.expert > 1
+
+
+def _waits_for_rows(layer: LayerInStack) -> bool:
+    """True if the host waits for the numbers of rows in each exchange of tokens of a layer; see `moe.dispatch`."""
+    moe = layer.stack.stack.moe
+    return moe is not None and moe.dispatcher != "allgather" and not moe.pad_to_capacity
+
+
+def _repeats_exchange(layer: LayerInStack) -> bool:
+    """True if the backward pass of a layer exchanges its tokens again."""
+    return layer.is_recomputed or ("moe" in layer.recomputed_modules and not layer.skips_backward)
