@@ -181,11 +181,9 @@ def local_shard(tensor: Tensor, part: RankPart | None = None) -> LocalShard:
         copy, copies = (part.replica, part.num_replicas) if part else rank_and_world_size()
         return row_shard(local, 0, rows, part, copy, copies)
     mesh, start = tensor.device_mesh, 0
-    places = mesh.get_coordinate()  # unlike get_local_rank no call of torch.distributed, for each parameter in a step
-    assert places is not None, "a rank has shards of its own mesh only"
     copy, copies = 0, 1
-    for axis, (placement, place) in enumerate(zip(tensor.placements, places, strict=True)):
-        size = mesh.size(axis)
+    for axis, placement in enumerate(tensor.placements):
+        size, place = mesh.size(axis), mesh.get_local_rank(axis)
         if placement.is_replicate():
             copy, copies = copy * size + place, copies * size
         elif isinstance(placement, Shard) and placement.dim == 0:
