@@ -1,4 +1,4 @@
-"""What goes to disk: complete, without secrets, and valid again when it is read."""
+"""The document that goes to disk: complete, without secrets, and valid again when it is read."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What typed keys mean to `stoker finetune` beside the model, the tokenizer and the adapter it begins with."""
+"""Meaning of typed keys for `stoker finetune` beside the model, the tokenizer and the adapter it begins with."""
 
 from __future__ import annotations
 

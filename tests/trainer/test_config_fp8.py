@@ -30,7 +30,7 @@ FP8_PARAMS: list[tuple[list[str], str]] = [
         )
     ),
 ]
-"""What weights kept in fp8 are not possible with."""
+"""Keys with which weights cannot be kept in fp8."""
 
 TE, ATTENTION_KEY = "model.transformer_engine=true", "model.fp8_dot_product_attention"
 ATTENTION = f"{ATTENTION_KEY}=true"

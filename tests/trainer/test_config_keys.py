@@ -47,7 +47,7 @@ def test_values_of_the_table_are_not_values_of_the_schema() -> None:
 
 
 def refusals(path: str, value: Any) -> list[Problem]:
-    """What is said of one key alone."""
+    """Messages about one key alone."""
     tree: dict[str, Any] = {}
     put(tree, path, value)
     return list(KeyStates(tree, lambda _: "x.yaml:1").problems())

@@ -24,7 +24,7 @@ PATH = "model.data.path"
 
 
 class Stub(ModuleType):
-    """What of the package is asked for, and what it gives."""
+    """Stand-in for the package: it records what it is asked for."""
 
     def __init__(self, found: Any) -> None:
         super().__init__("datasets")

@@ -518,7 +518,10 @@ def _gathered(run: RunInputs, layers: tuple[LayerInStack, ...]) -> int:
     layout = run.layout
     if layout is None or layout.replicates_weights or uses_copy_engines(run):
         return 0
-    largest, width = max((layer.memory.num_parameters for layer in layers), default=0), run.widths.weights
+    parameters = [layer.memory.num_parameters for layer in layers]
+    if run.mesh.expert > 1 and run.mesh.world_size // run.mesh.pipeline == run.mesh.expert:
+        parameters = without_shared_experts(run, layers)  # no unit has experts that no other rank has
+    largest, width = max(parameters, default=0), run.widths.weights
     return 2 * largest * width + largest * (width + gradient_sums(run).sent)
 
 
