@@ -208,6 +208,8 @@ def _join(rank: int, number: int, job: Job) -> Any:
 
     from stoker.trainer.distributed.process_group import DistributedContext, init_distributed
 
+    # names of groups, by which symmetric memory keeps its own, differ from those of earlier jobs of other ranks
+    dist.distributed_c10d._world.group_count = 1000 * number
     store = FileStore(f"{job.directory}.store", job.size)
     devices = torch.cuda.device_count()
     if devices == 0 or devices >= job.size:
@@ -217,8 +219,6 @@ def _join(rank: int, number: int, job: Job) -> Any:
         _share_one_device()
         dist.init_process_group("host", store=store, rank=rank, world_size=job.size)
         ranks = DistributedContext(rank, job.size, 0)
-    # symmetric memory keeps what belongs to the name of a group, which is the count of groups
-    dist.distributed_c10d._world.group_count += 1000 * number
     return ranks
 
 

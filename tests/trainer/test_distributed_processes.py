@@ -10,19 +10,32 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from distributed_runs import DistributedRuns, records
 from tiny_run import tiny_document
+from torch._C._distributed_c10d import FileStore
 
 from stoker.trainer.config.load import config_from_document
 from stoker.trainer.config.schema.trainer_and_data import TrainerBlock
 from stoker.trainer.distributed import launcher
 from stoker.trainer.distributed.placement import Placement, resolve_placement
+from stoker.trainer.distributed.process_group import init_distributed, shutdown_distributed
 from stoker.trainer.utils.environment import worker_environment
 from stoker.trainer.utils.errors import UserError
 
 
 def checkpoints(run: Path) -> list[str]:
     return sorted(path.name for path in (run / "checkpoints").iterdir())
+
+
+def test_groups_of_a_second_run_in_a_process_have_other_names(tmp_path):
+    names = []
+    for run in ("first", "second"):
+        init_distributed(0, 1, 0, store=FileStore(str(tmp_path / run), 1), timeout=600)
+        groups = dist.group.WORLD, dist.new_group([0])
+        names += [group.group_name for group in groups if isinstance(group, dist.ProcessGroup)]
+        shutdown_distributed()
+    assert len(set(names)) == 4
 
 
 def test_sigterm_to_one_rank_stops_all_after_the_same_step(tmp_path, forks):
