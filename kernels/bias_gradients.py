@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from .activations import FUSED_ACTIVATIONS, NONLINEARITIES, activation_with_derivative
+from .custom_op import custom_op
 from .launch import jit, rounded, tl, triton
 
 ROWS = 8
@@ -87,7 +88,7 @@ def _(gradient: Tensor, inputs: Tensor, kind: str) -> Tensor:
     return _partial_sums(gradient, gradient.shape[-1], gradient.shape[-1])
 
 
-@torch.library.custom_op("stoker::join_with_sums", mutates_args=())
+@custom_op("stoker::join_with_sums")
 def join(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     """Concatenate (batch, tokens, heads, head_dim) along heads; also return partial sums over batch and tokens."""
     joined, partial = _empty_joined(query, key, value)
@@ -98,7 +99,7 @@ def join(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     return joined, partial
 
 
-@join.register_fake
+@torch.library.register_fake("stoker::join_with_sums")
 def _empty_joined(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     batch, tokens, heads, head_dim = query.shape
     joined = query.new_empty(batch, tokens, heads + 2 * key.shape[2], head_dim)

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .cross_entropy_kernels import torch_loss_and_gradient, triton_loss_and_gradient_
+from .custom_op import custom_op
 from .launch import next_power_of_2, supports_fp32_output, triton_runs_on
 from .scale_in_place import can_scale_in_place, reference_scale, triton_scale_
 
@@ -153,7 +154,7 @@ def run_chunks(
     return ChunkResults(chunks, hidden_gradient, weight_gradient, bias_gradient)
 
 
-@torch.library.custom_op("stoker::linear_cross_entropy", mutates_args=())
+@custom_op("stoker::linear_cross_entropy")
 def _linear_cross_entropy(
     hidden: Tensor,
     weight: Tensor,
@@ -197,7 +198,7 @@ def _linear_cross_entropy(
     return total, *results[1:]
 
 
-@_linear_cross_entropy.register_fake
+@torch.library.register_fake("stoker::linear_cross_entropy")
 def _(
     hidden: Tensor,
     weight: Tensor,
@@ -247,10 +248,10 @@ def _scale_gradients(ctx: Any, loss_gradient: Tensor, *_: Any) -> tuple[Tensor |
     return (hidden_gradient, weight_gradient, *(None,) * 5, bias_gradient if ctx.has_bias else None, *(None,) * 5)
 
 
-_linear_cross_entropy.register_autograd(_scale_gradients, setup_context=_save_gradients)
+torch.library.register_autograd("stoker::linear_cross_entropy", _scale_gradients, setup_context=_save_gradients)
 
 
-@torch.library.custom_op("stoker::linear_cross_entropy_per_token", mutates_args=())
+@custom_op("stoker::linear_cross_entropy_per_token")
 def _loss_per_token(
     hidden: Tensor,
     weight: Tensor,
@@ -283,12 +284,12 @@ def _loss_per_token(
     return torch.cat(chunks).to(dtype) if chunks else hidden.new_empty(0, dtype=dtype)
 
 
-@_loss_per_token.register_fake
+@torch.library.register_fake("stoker::linear_cross_entropy_per_token")
 def _(hidden: Tensor, *_: Any) -> Tensor:
     return hidden.new_empty(len(hidden), dtype=torch.promote_types(hidden.dtype, torch.float32))
 
 
-@torch.library.custom_op("stoker::linear_cross_entropy_per_token_backward", mutates_args=())
+@custom_op("stoker::linear_cross_entropy_per_token_backward")
 def _loss_per_token_backward(
     losses_gradient: Tensor,
     hidden: Tensor,
@@ -322,7 +323,7 @@ def _loss_per_token_backward(
     )[1:]
 
 
-@_loss_per_token_backward.register_fake
+@torch.library.register_fake("stoker::linear_cross_entropy_per_token_backward")
 def _(
     losses_gradient: Tensor, hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None, *options: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -345,7 +346,9 @@ def _backward_per_token(ctx: Any, losses_gradient: Tensor) -> tuple[Tensor | Non
     return (*of_inputs, *(None,) * len(ctx.options))
 
 
-_loss_per_token.register_autograd(_backward_per_token, setup_context=_save_inputs)
+torch.library.register_autograd(
+    "stoker::linear_cross_entropy_per_token", _backward_per_token, setup_context=_save_inputs
+)
 
 
 # ---------------------------------------------------------------- public function

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .custom_op import custom_op
 from .launch import jit, next_power_of_2, rounded, tl, triton, triton_runs_on
 from .rope import apply_rotary
 
@@ -199,14 +200,14 @@ def triton_backward(gradients: QKV, cosine: Tensor, sine: Tensor, interleaved: b
 # ---------------------------------------------------------------- custom operations
 
 
-@torch.library.custom_op("stoker::rotary_split", mutates_args=())
+@custom_op("stoker::rotary_split")
 def _fused_qkv_rope(
     projected: Tensor, cosine: Tensor, sine: Tensor, groups: int, interleaved: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     return triton_forward(projected, cosine, sine, groups, interleaved)
 
 
-@_fused_qkv_rope.register_fake
+@torch.library.register_fake("stoker::rotary_split")
 def _(projected: Tensor, cosine: Tensor, sine: Tensor, groups: int, interleaved: bool) -> QKV:
     rows, tokens, all_heads, width = projected.shape
     query = projected.new_empty(rows, tokens, all_heads - 2 * groups, width)
@@ -214,14 +215,14 @@ def _(projected: Tensor, cosine: Tensor, sine: Tensor, groups: int, interleaved:
     return query, key, value
 
 
-@torch.library.custom_op("stoker::rotary_split_backward", mutates_args=())
+@custom_op("stoker::rotary_split_backward")
 def _fused_qkv_rope_backward(
     query: Tensor, key: Tensor, value: Tensor, cosine: Tensor, sine: Tensor, interleaved: bool
 ) -> Tensor:
     return triton_backward((query, key, value), cosine, sine, interleaved)
 
 
-@_fused_qkv_rope_backward.register_fake
+@torch.library.register_fake("stoker::rotary_split_backward")
 def _(query: Tensor, key: Tensor, value: Tensor, cosine: Tensor, sine: Tensor, interleaved: bool) -> Tensor:
     rows, tokens, heads, width = query.shape
     return query.new_empty(rows, tokens, heads + 2 * key.shape[2], width)
@@ -237,7 +238,7 @@ def _backward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tens
     return _fused_qkv_rope_backward(query, key, value, cosine, sine, ctx.interleaved), None, None, None, None
 
 
-_fused_qkv_rope.register_autograd(_backward, setup_context=_save)
+torch.library.register_autograd("stoker::rotary_split", _backward, setup_context=_save)
 
 
 # ---------------------------------------------------------------- public function

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from .activations import FUSED_ACTIVATIONS, NONLINEARITIES, activation_with_derivative, run_recomputed
+from .custom_op import custom_op
 from .launch import jit, tl, triton, triton_runs_on
 
 BLOCK = 1024
@@ -90,22 +91,22 @@ def triton_backward(product_gradient: Tensor, gate_up: Tensor, kind: str, produc
 # ---------------------------------------------------------------- custom operations
 
 
-@torch.library.custom_op("stoker::gated_activation", mutates_args=())
+@custom_op("stoker::gated_activation")
 def _gated_activation(gate_up: Tensor, kind: str) -> Tensor:
     return triton_forward(gate_up.contiguous(), kind)
 
 
-@_gated_activation.register_fake
+@torch.library.register_fake("stoker::gated_activation")
 def _(gate_up: Tensor, kind: str) -> Tensor:
     return gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
 
 
-@torch.library.custom_op("stoker::gated_activation_backward", mutates_args=())
+@custom_op("stoker::gated_activation_backward")
 def _gated_activation_backward(product_gradient: Tensor, gate_up: Tensor, kind: str) -> Tensor:
     return triton_backward(product_gradient.contiguous(), gate_up.contiguous(), kind)
 
 
-@_gated_activation_backward.register_fake
+@torch.library.register_fake("stoker::gated_activation_backward")
 def _(product_gradient: Tensor, gate_up: Tensor, kind: str) -> Tensor:
     return torch.empty_like(gate_up, memory_format=torch.contiguous_format)
 
@@ -119,7 +120,7 @@ def _backward(ctx: Any, product_gradient: Tensor) -> tuple[Tensor, None]:
     return _gated_activation_backward(product_gradient, ctx.saved_tensors[0], ctx.kind), None
 
 
-_gated_activation.register_autograd(_backward, setup_context=_save)
+torch.library.register_autograd("stoker::gated_activation", _backward, setup_context=_save)
 
 
 # ---------------------------------------------------------------- public function

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from .activations import FUSED_ACTIVATIONS, NONLINEARITIES
 from .autocast import autocast
+from .custom_op import custom_op
 from .gated_activation import gated_activation, reference_gated_activation, triton_backward
 from .launch import triton_runs_on
 
@@ -37,12 +38,12 @@ def triton_backward_with_product(product_gradient: Tensor, gate_up: Tensor, kind
 # ---------------------------------------------------------------- custom operation
 
 
-@torch.library.custom_op("stoker::gated_activation_backward_with_product", mutates_args=())
+@custom_op("stoker::gated_activation_backward_with_product")
 def _backward_with_product(product_gradient: Tensor, gate_up: Tensor, kind: str) -> tuple[Tensor, Tensor]:
     return triton_backward_with_product(product_gradient.contiguous(), gate_up.contiguous(), kind)
 
 
-@_backward_with_product.register_fake
+@torch.library.register_fake("stoker::gated_activation_backward_with_product")
 def _(product_gradient: Tensor, gate_up: Tensor, kind: str) -> tuple[Tensor, Tensor]:
     contiguous = torch.contiguous_format
     return (

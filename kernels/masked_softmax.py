@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .custom_op import custom_op
 from .launch import triton_runs_on
 from .masked_softmax_kernels import triton_backward, triton_forward
 
@@ -60,19 +61,19 @@ def reference_backward(output_gradient: Tensor, probabilities: Tensor, scale: fl
 # ---------------------------------------------------------------- custom operations
 
 
-@torch.library.custom_op("stoker::scaled_masked_softmax", mutates_args=())
+@custom_op("stoker::scaled_masked_softmax")
 def _scaled_masked_softmax(x: Tensor, mask: Tensor | None, scale: float, causal: bool) -> Tensor:
     if triton_runs_on(x) and x.numel():
         return triton_forward(x.contiguous(), mask, scale, causal)
     return reference_scaled_masked_softmax(x, mask, scale, causal).contiguous()
 
 
-@_scaled_masked_softmax.register_fake
+@torch.library.register_fake("stoker::scaled_masked_softmax")
 def _(x: Tensor, mask: Tensor | None, scale: float, causal: bool) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-@torch.library.custom_op("stoker::scaled_masked_softmax_backward", mutates_args=())
+@custom_op("stoker::scaled_masked_softmax_backward")
 def _scaled_masked_softmax_backward(
     output_gradient: Tensor, probabilities: Tensor, scale: float, causal: bool
 ) -> Tensor:
@@ -81,7 +82,7 @@ def _scaled_masked_softmax_backward(
     return reference_backward(output_gradient, probabilities, scale).contiguous()
 
 
-@_scaled_masked_softmax_backward.register_fake
+@torch.library.register_fake("stoker::scaled_masked_softmax_backward")
 def _(output_gradient: Tensor, probabilities: Tensor, scale: float, causal: bool) -> Tensor:
     return torch.empty_like(probabilities, memory_format=torch.contiguous_format)
 
@@ -96,10 +97,10 @@ def _backward(ctx: Any, output_gradient: Tensor) -> tuple[Tensor, None, None, No
     return gradient, None, None, None
 
 
-_scaled_masked_softmax.register_autograd(_backward, setup_context=_save)
+torch.library.register_autograd("stoker::scaled_masked_softmax", _backward, setup_context=_save)
 
 
-@torch.library.custom_op("stoker::scaled_masked_softmax_sinks", mutates_args=())
+@custom_op("stoker::scaled_masked_softmax_sinks")
 def _softmax_with_sinks(
     x: Tensor, mask: Tensor | None, scale: float, causal: bool, sinks: Tensor
 ) -> tuple[Tensor, Tensor]:
@@ -111,13 +112,13 @@ def _softmax_with_sinks(
     return wide[..., :-1].to(x.dtype).contiguous(), wide[..., -1].contiguous()
 
 
-@_softmax_with_sinks.register_fake
+@torch.library.register_fake("stoker::scaled_masked_softmax_sinks")
 def _(x: Tensor, mask: Tensor | None, scale: float, causal: bool, sinks: Tensor) -> tuple[Tensor, Tensor]:
     weights = x.new_empty(x.shape[:-1], dtype=torch.promote_types(x.dtype, torch.float32))
     return torch.empty_like(x, memory_format=torch.contiguous_format), weights
 
 
-@torch.library.custom_op("stoker::scaled_masked_softmax_sinks_backward", mutates_args=())
+@custom_op("stoker::scaled_masked_softmax_sinks_backward")
 def _softmax_with_sinks_backward(
     output_gradient: Tensor, probabilities: Tensor, sink_weights: Tensor, scale: float, causal: bool
 ) -> tuple[Tensor, Tensor]:
@@ -132,7 +133,7 @@ def _softmax_with_sinks_backward(
     return gradient, -(sink_weights * row_sums).sum((0, 2))
 
 
-@_softmax_with_sinks_backward.register_fake
+@torch.library.register_fake("stoker::scaled_masked_softmax_sinks_backward")
 def _(
     output_gradient: Tensor, probabilities: Tensor, sink_weights: Tensor, scale: float, causal: bool
 ) -> tuple[Tensor, Tensor]:
@@ -154,7 +155,9 @@ def _backward_with_sinks(ctx: Any, output_gradient: Tensor, _: Tensor) -> tuple[
     return gradient, None, None, None, of_sinks.to(ctx.sinks_dtype)
 
 
-_softmax_with_sinks.register_autograd(_backward_with_sinks, setup_context=_save_with_sinks)
+torch.library.register_autograd(
+    "stoker::scaled_masked_softmax_sinks", _backward_with_sinks, setup_context=_save_with_sinks
+)
 
 
 # ---------------------------------------------------------------- public function

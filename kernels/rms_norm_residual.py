@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .custom_op import custom_op
 from .launch import jit, next_power_of_2, rounded, tl, triton_runs_on
 from .norm_functions import norm_dtype, rms_norm
 
@@ -149,7 +150,7 @@ def triton_backward(
 # ---------------------------------------------------------------- custom operations and Functions
 
 
-@torch.library.custom_op("stoker::forked_norm_backward", mutates_args=())
+@custom_op("stoker::forked_norm_backward")
 def _rms_norm_residual_backward(
     residual_gradient: Tensor,
     first_gradient: Tensor,
@@ -164,14 +165,14 @@ def _rms_norm_residual_backward(
     return gradient, partial
 
 
-@_rms_norm_residual_backward.register_fake
+@torch.library.register_fake("stoker::forked_norm_backward")
 def _(
     residual_gradient: Tensor, first_gradient: Tensor, second_gradient: Tensor | None, inputs: Tensor, *_: Any
 ) -> tuple[Tensor, Tensor]:
     return _empty_like(inputs), _partial_like(inputs)
 
 
-@torch.library.custom_op("stoker::forked_norm_backward_with_normed", mutates_args=())
+@custom_op("stoker::forked_norm_backward_with_normed")
 def _backward_with_normed(
     residual_gradient: Tensor,
     normed_gradient: Tensor,
@@ -186,7 +187,7 @@ def _backward_with_normed(
     return gradient, partial, normed
 
 
-@_backward_with_normed.register_fake
+@torch.library.register_fake("stoker::forked_norm_backward_with_normed")
 def _(
     residual_gradient: Tensor, normed_gradient: Tensor, inputs: Tensor, weight: Tensor, *_: Any
 ) -> tuple[Tensor, Tensor, Tensor]:

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..custom_op import custom_op
 from ..launch import INTERPRETED, jit, next_power_of_2, pdl_options, pdl_wait, rounded, tl, triton_runs_on
 from .flash.portable.tile import LOG2E, dot
 
@@ -456,9 +457,8 @@ def keys_per_tile(width: int, dtype: torch.dtype) -> int:
 # ---------------------------------------------------------------- operation
 
 
-@torch.library.custom_op(
+@custom_op(
     "stoker::decode_attention",
-    mutates_args=(),
     schema=(
         "(Tensor query, Tensor key, Tensor value, Tensor positions, float scale, Tensor? lengths, "
         "Tensor? distance_bias, Tensor? alibi_slopes, Tensor? sinks, SymInt left_window, "
@@ -469,7 +469,7 @@ def _decode_attention(*fields: Tensor | float | None) -> Tensor:
     return triton_decode_attention(DecodeInputs._make(fields))
 
 
-@_decode_attention.register_fake
+@torch.library.register_fake("stoker::decode_attention")
 def _(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:
     return query.new_empty(*query.shape[:2], value.shape[3])
 

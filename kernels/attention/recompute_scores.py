@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from ..autocast import autocast
+from ..custom_op import custom_op
 from ..launch import triton_runs_on
 from .argument_checks import MAX_HEAD_DIM, MIN_HEAD_DIM, check_arguments, check_same_width
 from .backends.unfused import UnfusedAttention, stack_heads_by_group
@@ -32,7 +33,7 @@ _UNFUSED = UnfusedAttention()
 # ---------------------------------------------------------------- custom operations
 
 
-@torch.library.custom_op("stoker::attention_weights", mutates_args=())
+@custom_op("stoker::attention_weights")
 def _attention_weights(q: Tensor, k: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     """Return the attention weights, (batch, heads, queries, keys) in the dtype of `q`, and the log-sum-exp."""
     lse = chunked_lse(q, [k], causal, scale, 0, 0, k.shape[1])
@@ -41,14 +42,14 @@ def _attention_weights(q: Tensor, k: Tensor, causal: bool, scale: float) -> tupl
     return launch_weights(q, k, lse, causal, scale), lse
 
 
-@_attention_weights.register_fake
+@torch.library.register_fake("stoker::attention_weights")
 def _(q: Tensor, k: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
     batch, queries, heads, _ = q.shape
     lse = q.new_empty((batch, heads, queries), dtype=torch.promote_types(q.dtype, torch.float32))
     return q.new_empty((batch, heads, queries, k.shape[1])), lse
 
 
-@torch.library.custom_op("stoker::attention_score_gradient", mutates_args=())
+@custom_op("stoker::attention_score_gradient")
 def _attention_score_gradient(
     out_gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
@@ -60,7 +61,7 @@ def _attention_score_gradient(
     return launch_score_gradient(out_gradient, q, k, v, lse, delta, causal, scale)
 
 
-@_attention_score_gradient.register_fake
+@torch.library.register_fake("stoker::attention_score_gradient")
 def _(out_gradient: Tensor, q: Tensor, k: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     shape = (q.shape[0], q.shape[2], q.shape[1], k.shape[1])
     return q.new_empty(shape), q.new_empty(shape)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..custom_op import custom_op
 from ..launch import jit, next_power_of_2, tl, triton, triton_runs_on
 from ..moe.assignments import Assignments
 from .operands import row_multiple
@@ -65,7 +66,7 @@ def triton_align_rows(order: Tensor, ends: Tensor, places: Tensor, multiple: int
     return padded_order, padded_ends, padded_places
 
 
-@torch.library.custom_op("stoker::fp8_align_rows", mutates_args=())
+@custom_op("stoker::fp8_align_rows")
 def _align_rows(order: Tensor, ends: Tensor, places: Tensor, multiple: int) -> tuple[Tensor, Tensor, Tensor]:
     if triton_runs_on(order):
         return triton_align_rows(order, ends, places, multiple)
@@ -82,7 +83,7 @@ def _align_rows(order: Tensor, ends: Tensor, places: Tensor, multiple: int) -> t
     return padded_order, padded_ends, padded_places
 
 
-@_align_rows.register_fake
+@torch.library.register_fake("stoker::fp8_align_rows")
 def _(order: Tensor, ends: Tensor, places: Tensor, multiple: int) -> tuple[Tensor, Tensor, Tensor]:
     count = _padded_rows(order.shape[0], ends.shape[0], multiple)
     return order.new_empty(count), torch.empty_like(ends), torch.empty_like(places)

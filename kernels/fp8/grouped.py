@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..custom_op import custom_op
 from ..launch import INTERPRETED, triton, triton_runs_on
 from ..moe.grouped_matmul import _programs
 from ..moe.tile_configs import device_capability, has_few_rows
@@ -96,7 +97,7 @@ def _expert_matrices(b: Quantized, experts: int, depth: int, dtype: torch.dtype)
     )
 
 
-@torch.library.custom_op("stoker::fp8_grouped_matmul", mutates_args=())
+@custom_op("stoker::fp8_grouped_matmul")
 def _grouped(
     a: Tensor, a_scale: Tensor, a_granularity: str, b: Tensor, b_scale: Tensor, b_granularity: str, ends: Tensor,
     width: int, out_dtype: torch.dtype, fast_accumulation: bool, multiple: int, row_amax: bool,
@@ -117,7 +118,7 @@ def _grouped(
     return out, reference_amax(out, "row") if row_amax else out.new_empty(0, dtype=torch.float32)
 
 
-@_grouped.register_fake
+@torch.library.register_fake("stoker::fp8_grouped_matmul")
 def _(
     a: Tensor, a_scale: Tensor, a_granularity: str, b: Tensor, b_scale: Tensor, b_granularity: str, ends: Tensor,
     width: int, out_dtype: torch.dtype, fast_accumulation: bool, multiple: int, row_amax: bool,
@@ -126,7 +127,7 @@ def _(
     return a.new_empty(a.shape[0], width, dtype=out_dtype), largest
 
 
-@torch.library.custom_op("stoker::fp8_grouped_outer", mutates_args=())
+@custom_op("stoker::fp8_grouped_outer")
 def _outer(
     a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, granularity: str, ends: Tensor, out_dtype: torch.dtype,
     fast_accumulation: bool, multiple: int,
@@ -145,7 +146,7 @@ def _outer(
     return torch.stack(out).to(out_dtype)
 
 
-@_outer.register_fake
+@torch.library.register_fake("stoker::fp8_grouped_outer")
 def _(
     a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, granularity: str, ends: Tensor, out_dtype: torch.dtype,
     fast_accumulation: bool, multiple: int,

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..custom_op import custom_op
 from ..launch import triton_runs_on
 from .cast_kernels import triton_amax, triton_cast
 from .operands import DTYPES, Quantized, QuantizedPair, Source, empty_cast, padding, source_shape
@@ -30,7 +31,7 @@ _FUSED_BY_COMPILER = ("none", "rms_norm", "layer_norm")
 # ---------------------------------------------------------------- custom operations
 
 
-@torch.library.custom_op("stoker::fp8_amax", mutates_args=())
+@custom_op("stoker::fp8_amax")
 def _amax(
     tensors: list[Tensor], producer: str, activation: str, granularity: str, rows: bool, columns: bool
 ) -> tuple[Tensor, Tensor]:
@@ -50,7 +51,7 @@ def _eager_amax(values: Tensor, granularity: str, rows: bool, columns: bool) -> 
     )
 
 
-@_amax.register_fake
+@torch.library.register_fake("stoker::fp8_amax")
 def _(
     tensors: list[Tensor], producer: str, activation: str, granularity: str, rows: bool, columns: bool
 ) -> tuple[Tensor, Tensor]:
@@ -60,7 +61,7 @@ def _(
     return first, second
 
 
-@torch.library.custom_op("stoker::fp8_cast", mutates_args=())
+@custom_op("stoker::fp8_cast")
 def _cast(
     tensors: list[Tensor],
     producer: str,
@@ -103,7 +104,7 @@ def _cast(
     return *results, row_dots(producer, tensors, activation)  # type: ignore[return-value]
 
 
-@_cast.register_fake
+@torch.library.register_fake("stoker::fp8_cast")
 def _(
     tensors: list[Tensor],
     producer: str,

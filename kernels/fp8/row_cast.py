@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..activations import NONLINEARITIES, activation_with_derivative
+from ..custom_op import custom_op
 from ..launch import jit, next_power_of_2, tl, triton, triton_runs_on
 from .cast_kernels import _magnitude, _round_to_fp8, _scale_of
 from .operands import DTYPES, Quantized, source_shape
@@ -104,7 +105,7 @@ def triton_row_cast(
     return data, scale, amax, peaks
 
 
-@torch.library.custom_op("stoker::fp8_row_cast", mutates_args=())
+@custom_op("stoker::fp8_row_cast")
 def _row_cast(
     source: Tensor, producer: str, activation: str, format: str, margin: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -121,7 +122,7 @@ def _row_cast(
     return data, scale, amax, reference_amax(torch.cat(derivatives, 1), "row")
 
 
-@_row_cast.register_fake
+@torch.library.register_fake("stoker::fp8_row_cast")
 def _(
     source: Tensor, producer: str, activation: str, format: str, margin: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -160,7 +161,7 @@ def triton_backward_amax(gradient: Tensor, product: Tensor, peaks: Tensor, order
     return amax.view(torch.float32)
 
 
-@torch.library.custom_op("stoker::fp8_backward_amax", mutates_args=())
+@custom_op("stoker::fp8_backward_amax")
 def _backward_amax(gradient: Tensor, product: Tensor, peaks: Tensor, order: Tensor, gates: Tensor) -> Tensor:
     if triton_runs_on(gates):
         return triton_backward_amax(gradient, product, peaks, order, gates)
@@ -169,7 +170,7 @@ def _backward_amax(gradient: Tensor, product: Tensor, peaks: Tensor, order: Tens
     return (found.amax(1) if order.numel() else found.new_zeros(2)).float()
 
 
-@_backward_amax.register_fake
+@torch.library.register_fake("stoker::fp8_backward_amax")
 def _(gradient: Tensor, product: Tensor, peaks: Tensor, order: Tensor, gates: Tensor) -> Tensor:
     return gates.new_empty(2, dtype=torch.float32)
 

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..custom_op import custom_op
 from ..launch import triton_runs_on
 from .grouped import triton_grouped_fp8
 from .operands import Quantized, dequantize
@@ -19,7 +20,7 @@ from .recipe import TILE, Granularity
 _torch_scaled_mm: Any = torch._scaled_mm  # pyright: ignore[reportPrivateImportUsage]
 
 
-@torch.library.custom_op("stoker::fp8_scaled_matmul", mutates_args=())
+@custom_op("stoker::fp8_scaled_matmul")
 def _scaled_matmul(
     a: Tensor, a_scale: Tensor, a_granularity: str, b: Tensor, b_scale: Tensor, b_granularity: str,
     out_dtype: torch.dtype, fast_accumulation: bool,
@@ -36,7 +37,7 @@ def _scaled_matmul(
     return emulated_matmul(left, right, out_dtype)
 
 
-@_scaled_matmul.register_fake
+@torch.library.register_fake("stoker::fp8_scaled_matmul")
 def _(
     a: Tensor, a_scale: Tensor, a_granularity: str, b: Tensor, b_scale: Tensor, b_granularity: str,
     out_dtype: torch.dtype, fast_accumulation: bool,

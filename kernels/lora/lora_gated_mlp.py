@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..activations import FUSED_ACTIVATIONS, activation_with_derivative
 from ..autocast import autocast
+from ..custom_op import custom_op
 from ..gated_activation import reference_gated_activation
 from ..launch import jit, rounded, tl, triton, triton_runs_on
 from ..norm_functions import NormFactors
@@ -203,7 +204,7 @@ def triton_backward(
 # ---------------------------------------------------------------- custom operations
 
 
-@torch.library.custom_op("stoker::lora_gated_mlp", mutates_args=())
+@custom_op("stoker::lora_gated_mlp")
 def _lora_gated_mlp(
     inputs: Tensor, source: Tensor | None, factors: Tensor | None, gain: Tensor | None, start: Tensor | None,
     up: Tensor, up_a: Tensor, up_b: Tensor, down: Tensor, down_a: Tensor, down_b: Tensor, scale: float, kind: str,
@@ -218,7 +219,7 @@ def _lora_gated_mlp(
     return output, gate_up, up_low, down_low
 
 
-@_lora_gated_mlp.register_fake
+@torch.library.register_fake("stoker::lora_gated_mlp")
 def _(
     inputs: Tensor, source: Tensor | None, factors: Tensor | None, gain: Tensor | None, start: Tensor | None,
     up: Tensor, up_a: Tensor, up_b: Tensor, down: Tensor, down_a: Tensor, down_b: Tensor, scale: float, kind: str,
@@ -228,7 +229,7 @@ def _(
     return output, gate_up, up_low, down_low
 
 
-@torch.library.custom_op("stoker::lora_gated_mlp_backward", mutates_args=())
+@custom_op("stoker::lora_gated_mlp_backward")
 def _lora_gated_mlp_backward(
     gradient: Tensor, inputs: Tensor, factors: Tensor | None, gain: Tensor | None,
     up: Tensor, up_a: Tensor, up_b: Tensor, down: Tensor, down_a: Tensor, down_b: Tensor,
@@ -259,7 +260,7 @@ def _lora_gated_mlp_backward(
     )
 
 
-@_lora_gated_mlp_backward.register_fake
+@torch.library.register_fake("stoker::lora_gated_mlp_backward")
 def _(
     gradient: Tensor, inputs: Tensor, factors: Tensor | None, gain: Tensor | None,
     up: Tensor, up_a: Tensor, up_b: Tensor, down: Tensor, down_a: Tensor, down_b: Tensor,
@@ -295,7 +296,7 @@ def _backward(ctx: Any, gradient: Tensor, *_: Tensor | None) -> tuple[Tensor | N
     )
 
 
-_lora_gated_mlp.register_autograd(_backward, setup_context=_save)
+torch.library.register_autograd("stoker::lora_gated_mlp", _backward, setup_context=_save)
 
 
 # ---------------------------------------------------------------- public functions

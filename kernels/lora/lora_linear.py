@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..autocast import autocast
+from ..custom_op import custom_op
 from ..launch import triton_runs_on
 from ..norm_functions import NormFactors
 from .lora_forward import triton_lora_update
@@ -119,7 +120,7 @@ def compute_lora_a_gradient(low_gradient: Tensor, inputs: Tensor, gain: Tensor |
     return product.to(dtype) if gain is None else (product * gain).to(dtype)
 
 
-@torch.library.custom_op("stoker::lora_linear", mutates_args=())
+@custom_op("stoker::lora_linear")
 def fused_lora_linear(
     inputs: Tensor,
     source: Tensor | None,
@@ -141,7 +142,7 @@ def fused_lora_linear(
     return linear_with_update(inputs, weight, start, low, lora_b, scale, parts), low
 
 
-@fused_lora_linear.register_fake
+@torch.library.register_fake("stoker::lora_linear")
 def _(
     inputs: Tensor, source: Tensor | None, factors: Tensor | None, gain: Tensor | None, weight: Tensor,
     start: Tensor | None, lora_a: Tensor, *_: Any,
@@ -149,7 +150,7 @@ def _(
     return inputs.new_empty(len(inputs), len(weight)), inputs.new_empty(len(inputs), len(lora_a))
 
 
-@torch.library.custom_op("stoker::lora_linear_backward", mutates_args=())
+@custom_op("stoker::lora_linear_backward")
 def fused_lora_linear_backward(
     gradient: Tensor,
     inputs: Tensor,
@@ -172,7 +173,7 @@ def fused_lora_linear_backward(
     return input_gradient, compute_lora_a_gradient(scaled, inputs, gain), lora_b_gradient
 
 
-@fused_lora_linear_backward.register_fake
+@torch.library.register_fake("stoker::lora_linear_backward")
 def _(
     gradient: Tensor, inputs: Tensor, factors: Tensor | None, gain: Tensor | None, weight: Tensor, lora_a: Tensor,
     lora_b: Tensor, low: Tensor, scale: float, parts: list[int], with_input_gradient: bool,
@@ -199,7 +200,7 @@ def _backward(ctx: Any, gradient: Tensor, _: Tensor | None) -> tuple[Tensor | No
     return input_gradient, None, None, None, None, start_gradient, lora_a_gradient, lora_b_gradient, None, None
 
 
-fused_lora_linear.register_autograd(_backward, setup_context=_save)
+torch.library.register_autograd("stoker::lora_linear", _backward, setup_context=_save)
 
 
 # ---------------------------------------------------------------- public function

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..custom_op import custom_op
 from ..launch import jit, next_power_of_2, tl, triton
 
 BLOCK = 128
@@ -81,13 +82,13 @@ def triton_counting_sort(experts: Tensor, num_experts: int, kept: Tensor | None)
     return order, sums.view(-1, blocks)[:-1, -1].contiguous(), places.view(experts.shape)
 
 
-@torch.library.custom_op("stoker::moe_sorted_assignments", mutates_args=())
+@custom_op("stoker::moe_sorted_assignments")
 def counting_sort(experts: Tensor, num_experts: int, kept: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """`triton_counting_sort` as a custom op, opaque to torch.compile."""
     return triton_counting_sort(experts, num_experts, kept)
 
 
-@counting_sort.register_fake
+@torch.library.register_fake("stoker::moe_sorted_assignments")
 def _(experts: Tensor, num_experts: int, kept: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     narrow = {"dtype": torch.int32, "device": experts.device}
     return (

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..custom_op import custom_op
 from .assignments import Assignments
 from .grouped_matmul import (
     Backend,
@@ -80,7 +81,7 @@ def _make_rows(order: Tensor, ends: Tensor, places: Tensor, up: Tensor, down: Te
     return _Rows(order, ends, places.shape[1], in_order, by_torch, down.dtype, tuple(down.shape[1:]))
 
 
-@torch.library.custom_op("stoker::moe_experts", mutates_args=())
+@custom_op("stoker::moe_experts")
 def _experts(
     hidden: Tensor,
     gates: Tensor,
@@ -124,7 +125,7 @@ def _experts(
     return triton_combine(result, gates, places, residual), projected
 
 
-@_experts.register_fake
+@torch.library.register_fake("stoker::moe_experts")
 def _(
     hidden: Tensor, gates: Tensor, up: Tensor, down: Tensor, up_bias: Tensor | None, down_bias: Tensor | None,
     experts: Tensor, order: Tensor, ends: Tensor, places: Tensor, *others: Any,
@@ -134,7 +135,7 @@ def _(
     return output, hidden.new_empty(places.numel(), up.shape[1])
 
 
-@torch.library.custom_op("stoker::moe_experts_backward", mutates_args=())
+@custom_op("stoker::moe_experts_backward")
 def _experts_backward(
     gradient: Tensor,
     projected: Tensor,
@@ -191,7 +192,7 @@ def _experts_backward(
     return hidden_gradient, gate_gradient.to(gates.dtype), projected_gradient, down_gradient, down_bias_gradient
 
 
-@_experts_backward.register_fake
+@torch.library.register_fake("stoker::moe_experts_backward")
 def _(
     gradient: Tensor, projected: Tensor, hidden: Tensor, gates: Tensor, up: Tensor, down: Tensor,
     up_bias: Tensor | None, down_bias: Tensor | None, *others: Any,
@@ -202,7 +203,7 @@ def _(
     return hidden.new_empty(hidden.shape), gates.new_empty(gates.shape), *found  # type: ignore[return-value]
 
 
-@torch.library.custom_op("stoker::moe_experts_up_gradients", mutates_args=())
+@custom_op("stoker::moe_experts_up_gradients")
 def _up_gradients(
     projected_gradient: Tensor,
     hidden: Tensor,
@@ -227,7 +228,7 @@ def _up_gradients(
     return up_gradient, up_bias_gradient
 
 
-@_up_gradients.register_fake
+@torch.library.register_fake("stoker::moe_experts_up_gradients")
 def _(
     projected_gradient: Tensor, hidden: Tensor, up: Tensor, down: Tensor, up_bias: Tensor | None, *others: Any
 ) -> tuple[Tensor, Tensor]:
@@ -295,7 +296,7 @@ def _backward(ctx: Any, gradient: Tensor | None, _: Tensor | None) -> tuple[Tens
     return *present, *(None,) * 7, gradient if ctx.needs_input_grad[13] else None
 
 
-_experts.register_autograd(_backward, setup_context=_save)
+torch.library.register_autograd("stoker::moe_experts", _backward, setup_context=_save)
 
 
 def fused_experts(

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..custom_op import custom_op
 from ..launch import INTERPRETED, triton, triton_runs_on
 from .grouped_kernels import grouped_matmul_kernel, grouped_outer_kernel
 from .tile_configs import device_capability, has_few_rows, is_aligned, tile_config
@@ -225,7 +226,7 @@ def _zero_after(out: Tensor, ends: Tensor) -> Tensor:
 # ---------------------------------------------------------------- custom operations
 
 
-@torch.library.custom_op("stoker::grouped_matmul", mutates_args=())
+@custom_op("stoker::grouped_matmul")
 def _grouped_matmul(left: Tensor, matrices: Tensor, ends: Tensor, bias: Tensor | None, backend: str) -> Tensor:
     if not len(left):
         return left.new_empty(0, matrices.shape[2])
@@ -240,12 +241,12 @@ def _grouped_matmul(left: Tensor, matrices: Tensor, ends: Tensor, bias: Tensor |
     return loop_rows(left, matrices, ends, bias)
 
 
-@_grouped_matmul.register_fake
+@torch.library.register_fake("stoker::grouped_matmul")
 def _(left: Tensor, matrices: Tensor, ends: Tensor, bias: Tensor | None, backend: str) -> Tensor:
     return left.new_empty(left.shape[0], matrices.shape[2])
 
 
-@torch.library.custom_op("stoker::grouped_outer", mutates_args=())
+@custom_op("stoker::grouped_outer")
 def _grouped_outer(left: Tensor, right: Tensor, ends: Tensor, backend: str) -> Tensor:
     if not len(left):
         return left.new_zeros(len(ends), left.shape[1], right.shape[1])
@@ -258,7 +259,7 @@ def _grouped_outer(left: Tensor, right: Tensor, ends: Tensor, backend: str) -> T
     return loop_outer(left, right, ends)
 
 
-@_grouped_outer.register_fake
+@torch.library.register_fake("stoker::grouped_outer")
 def _(left: Tensor, right: Tensor, ends: Tensor, backend: str) -> Tensor:
     return left.new_empty(ends.shape[0], left.shape[1], right.shape[1])
 
@@ -285,7 +286,7 @@ def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
     return left_gradient, matrix_gradient, None, bias_gradient, None
 
 
-_grouped_matmul.register_autograd(_backward, setup_context=_save)
+torch.library.register_autograd("stoker::grouped_matmul", _backward, setup_context=_save)
 
 
 # ---------------------------------------------------------------- public function

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..activations import activation_with_derivative
+from ..custom_op import custom_op
 from ..launch import INTERPRETED, jit, next_power_of_2, rounded, tl, triton, triton_runs_on
 
 _LARGEST_BLOCK = 2048
@@ -258,28 +259,28 @@ def use_triton(tensor: Tensor) -> bool:
     return triton_runs_on(tensor) or (INTERPRETED and tensor.is_cpu and tensor.dtype == torch.float32)
 
 
-@torch.library.custom_op("stoker::moe_gather", mutates_args=())
+@custom_op("stoker::moe_gather")
 def _gather(hidden: Tensor, order: Tensor, places: Tensor) -> Tensor:
     topk = places.shape[1]
     return triton_gather(hidden, order, topk) if use_triton(hidden) else reference_gather(hidden, order, topk)
 
 
-@_gather.register_fake
+@torch.library.register_fake("stoker::moe_gather")
 def _(hidden: Tensor, order: Tensor, places: Tensor) -> Tensor:
     return hidden.new_empty(order.shape[0], hidden.shape[1])
 
 
-@torch.library.custom_op("stoker::moe_combine", mutates_args=())
+@custom_op("stoker::moe_combine")
 def _combine(rows: Tensor, gates: Tensor | None, places: Tensor, order: Tensor) -> Tensor:
     return triton_combine(rows, gates, places) if use_triton(rows) else reference_combine(rows, gates, places)
 
 
-@_combine.register_fake
+@torch.library.register_fake("stoker::moe_combine")
 def _(rows: Tensor, gates: Tensor | None, places: Tensor, order: Tensor) -> Tensor:
     return rows.new_empty(places.shape[0], rows.shape[1])
 
 
-@torch.library.custom_op("stoker::moe_combine_backward", mutates_args=())
+@custom_op("stoker::moe_combine_backward")
 def _combine_backward(
     gradient: Tensor, rows: Tensor, gates: Tensor, places: Tensor, order: Tensor
 ) -> tuple[Tensor, Tensor]:
@@ -295,7 +296,7 @@ def _combine_backward(
     return row_gradient.to(rows.dtype), gate_gradient
 
 
-@_combine_backward.register_fake
+@torch.library.register_fake("stoker::moe_combine_backward")
 def _(gradient: Tensor, rows: Tensor, gates: Tensor, places: Tensor, order: Tensor) -> tuple[Tensor, Tensor]:
     contiguous = torch.contiguous_format
     return torch.empty_like(rows, memory_format=contiguous), torch.empty_like(gates, memory_format=contiguous)
@@ -324,8 +325,8 @@ def _combine_gradients(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
     return *_combine_backward(gradient, rows, gates, places, order), None, None
 
 
-_gather.register_autograd(_gather_backward, setup_context=_save_gather)
-_combine.register_autograd(_combine_gradients, setup_context=_save_combine)
+torch.library.register_autograd("stoker::moe_gather", _gather_backward, setup_context=_save_gather)
+torch.library.register_autograd("stoker::moe_combine", _combine_gradients, setup_context=_save_combine)
 
 
 # ---------------------------------------------------------------- public functions

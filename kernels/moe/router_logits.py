@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..custom_op import custom_op
 from ..launch import supports_fp32_output
 
 
@@ -28,17 +29,17 @@ def _mm_fp32(left: Tensor, right: Tensor) -> Tensor:
     return left.float() @ right.float()
 
 
-@torch.library.custom_op("stoker::router_logits", mutates_args=())
+@custom_op("stoker::router_logits")
 def _router_logits(tokens: Tensor, weight: Tensor) -> Tensor:
     return _mm_fp32(tokens, weight.t())
 
 
-@_router_logits.register_fake
+@torch.library.register_fake("stoker::router_logits")
 def _(tokens: Tensor, weight: Tensor) -> Tensor:
     return tokens.new_empty(tokens.shape[0], weight.shape[0], dtype=torch.float32)
 
 
-@torch.library.custom_op("stoker::router_logits_backward", mutates_args=())
+@custom_op("stoker::router_logits_backward")
 def _router_logits_backward(gradient: Tensor, tokens: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     high = gradient.to(tokens.dtype)
     low = (gradient - high).to(tokens.dtype)
@@ -48,7 +49,7 @@ def _router_logits_backward(gradient: Tensor, tokens: Tensor, weight: Tensor) ->
     return both @ torch.cat([weight, weight]), weight_gradient.to(weight.dtype)
 
 
-@_router_logits_backward.register_fake
+@torch.library.register_fake("stoker::router_logits_backward")
 def _(gradient: Tensor, tokens: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     return tokens.new_empty(tokens.shape), weight.new_empty(weight.shape)
 
@@ -61,7 +62,7 @@ def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
     return _router_logits_backward(gradient, *ctx.saved_tensors)
 
 
-_router_logits.register_autograd(_backward, setup_context=_save)
+torch.library.register_autograd("stoker::router_logits", _backward, setup_context=_save)
 
 
 def router_logits(tokens: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:

@@ -16,6 +16,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from ..custom_op import custom_op
 from .sinkhorn import column_factors
 
 Score = Literal["softmax", "sigmoid"]
@@ -217,7 +218,7 @@ def capacity_mask(
     return _capacity_mask(routing.experts, routing.gates.detach(), experts, capacity, policy, token_mask)
 
 
-@torch.library.custom_op("stoker::moe_within_capacity", mutates_args=())
+@custom_op("stoker::moe_within_capacity")
 def _capacity_mask(
     chosen: Tensor, gates: Tensor, experts: int, capacity: int, policy: str, token_mask: Tensor | None
 ) -> Tensor:
@@ -240,7 +241,7 @@ def _capacity_mask(
     return torch.zeros_like(kept).scatter(0, order, kept).view(gates.shape)
 
 
-@_capacity_mask.register_fake
+@torch.library.register_fake("stoker::moe_within_capacity")
 def _(chosen: Tensor, gates: Tensor, experts: int, capacity: int, policy: str, real: Tensor | None) -> Tensor:
     return torch.empty_like(chosen, dtype=torch.bool)
 

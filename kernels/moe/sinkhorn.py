@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..custom_op import custom_op
+
 SINKHORN_TOLERANCE = 1e-4  # mean change of the column factors at convergence
 SINKHORN_FLOOR = 1e-8  # added to divisors
 SINKHORN_ITERATIONS = 100
@@ -66,13 +68,13 @@ def _has_converged_on_cpu(columns: Tensor) -> bool:
     return columns.device.type == "cpu" and bool(_ends(_changes(columns)).all())
 
 
-@torch.library.custom_op("stoker::sinkhorn_column_factors", mutates_args=())
+@custom_op("stoker::sinkhorn_column_factors")
 def column_factors(logits: Tensor, token_mask: Tensor | None) -> Tensor:
     """`sinkhorn_column_factors` as a custom op, since torch.compile would unroll the iteration."""
     with torch.autocast(logits.device.type, enabled=False):
         return sinkhorn_column_factors(logits, token_mask)
 
 
-@column_factors.register_fake
+@torch.library.register_fake("stoker::sinkhorn_column_factors")
 def _(logits: Tensor, real: Tensor | None) -> Tensor:
     return logits.new_empty(logits.shape[1])

@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...kernels.autocast import autocast
+from ...kernels.custom_op import custom_op
 from ...kernels.lora.lora_linear import fused_lora_linear, fused_lora_linear_backward
 from .overlap import gather_and_multiply, multiply_and_scatter
 from .partition import Partition, RankPart
@@ -95,12 +96,12 @@ def gather_again(tokens: Tensor, gradient: Tensor, size: int, group: str) -> Ten
     return gather_tokens(tokens, size, group)
 
 
-@torch.library.custom_op("stoker::all_gather_in_backward", mutates_args=())
+@custom_op("stoker::all_gather_in_backward")
 def _gather_in_backward(tokens: Tensor, gradient: Tensor, size: int, group: str) -> Tensor:
     return _ops.all_gather_into_tensor(tokens, size, group)
 
 
-@_gather_in_backward.register_fake
+@torch.library.register_fake("stoker::all_gather_in_backward")
 def _(tokens: Tensor, gradient: Tensor, size: int, group: str) -> Tensor:
     return tokens.new_empty((size * tokens.shape[0], *tokens.shape[1:]))
 

@@ -17,6 +17,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
+from ...kernels.custom_op import custom_op
 from ...kernels.launch import triton_runs_on
 from ...kernels.moe.assignments import Assignments, sorted_assignments
 from ...kernels.moe.peer_rows import Peers, send_rows
@@ -173,45 +174,45 @@ def open_exchange(group: str, allocate: Callable[[int], Memory], ranks: int) -> 
 # ---------------------------------------------------------------- custom operations
 
 
-@torch.library.custom_op("stoker::peer_counts", mutates_args=())
+@custom_op("stoker::peer_counts")
 def _gather_counts(counts: Tensor, tokens: Tensor, topk: int, ranks: int, group: str) -> Tensor:
     exchange = _EXCHANGES[group]
     exchange.reserve(memory_parts(ranks, len(tokens), topk, len(counts), _row_bytes(tokens)), tokens)
     return exchange.gather_counts(counts)
 
 
-@_gather_counts.register_fake
+@torch.library.register_fake("stoker::peer_counts")
 def _(counts: Tensor, tokens: Tensor, topk: int, ranks: int, group: str) -> Tensor:
     return counts.new_empty(ranks, len(counts))
 
 
-@torch.library.custom_op("stoker::peer_send", mutates_args=())
+@custom_op("stoker::peer_send")
 def _send(rows: list[Tensor], targets: Tensor, number: Tensor | None, capacity: int, group: str) -> Tensor:
     return _EXCHANGES[group].send(rows, targets, capacity, number)
 
 
-@_send.register_fake
+@torch.library.register_fake("stoker::peer_send")
 def _(rows: list[Tensor], targets: Tensor, number: Tensor | None, capacity: int, group: str) -> Tensor:
     return torch.empty(int(number is not None), dtype=torch.int64, device="cpu")
 
 
-@torch.library.custom_op("stoker::peer_receive", mutates_args=())
+@custom_op("stoker::peer_receive")
 def _receive(sent: Tensor, like: list[Tensor], number: int, capacity: int, group: str) -> list[Tensor]:
     """Receive `number` rows like those that were sent; `sent`, what `_send` has returned, orders the two."""
     return _EXCHANGES[group].receive(like, capacity, number)
 
 
-@_receive.register_fake
+@torch.library.register_fake("stoker::peer_receive")
 def _(sent: Tensor, like: list[Tensor], number: int, capacity: int, group: str) -> list[Tensor]:
     return [each.new_empty(number, each.shape[1]) for each in like]
 
 
-@torch.library.custom_op("stoker::peer_return", mutates_args=())
+@custom_op("stoker::peer_return")
 def _give_back(rows: Tensor, gates: Tensor | None, sources: Tensor, slots: Tensor, group: str) -> tuple[Tensor, Tensor]:
     return _EXCHANGES[group].give_back(rows, gates, sources, slots)
 
 
-@_give_back.register_fake
+@torch.library.register_fake("stoker::peer_return")
 def _(rows: Tensor, gates: Tensor | None, sources: Tensor, slots: Tensor, group: str) -> tuple[Tensor, Tensor]:
     found = rows.new_empty(0) if gates is None else gates.new_empty(slots.shape)
     return rows.new_empty(slots.shape[0], rows.shape[1]), found

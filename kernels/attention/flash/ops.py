@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from torch.utils.flop_counter import register_flop_formula
 
+from ...custom_op import custom_op
 from ...launch import HAS_TRITON, INTERPRETED
 from ..argument_checks import check_arguments
 from ..inputs import AttentionInputs
@@ -169,9 +170,8 @@ _FIELDS = (  # the types of all its fields, in order: an operation takes no reco
 )
 
 
-@torch.library.custom_op(
+@custom_op(
     "stoker::flash_attention",
-    mutates_args=(),
     schema=f"(Tensor q, Tensor k, Tensor v, {_FIELDS}) -> (Tensor, Tensor)",
 )
 def _flash_attention(q: Tensor, k: Tensor, v: Tensor, *problem: _Field) -> tuple[Tensor, Tensor]:
@@ -179,14 +179,13 @@ def _flash_attention(q: Tensor, k: Tensor, v: Tensor, *problem: _Field) -> tuple
     return _results(q, k, v, FlashAttentionParams._make(problem))
 
 
-@_flash_attention.register_fake
+@torch.library.register_fake("stoker::flash_attention")
 def _(q: Tensor, k: Tensor, v: Tensor, *problem: _Field) -> tuple[Tensor, Tensor]:
     return allocate_outputs(q, v, FlashAttentionParams._make(problem))
 
 
-@torch.library.custom_op(
+@custom_op(
     "stoker::flash_attention_backward",
-    mutates_args=(),
     schema=(
         "(Tensor out_gradient, Tensor? lse_gradient, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
         f"{_FIELDS}, bool needs_q, bool needs_kv, bool needs_bias, bool needs_distance_bias, bool needs_slopes, "
@@ -203,7 +202,7 @@ def _flash_attention_backward(
     return tuple(q.new_empty(0) if gradient is None else gradient for gradient in gradients)
 
 
-@_flash_attention_backward.register_fake
+@torch.library.register_fake("stoker::flash_attention_backward")
 def _(
     out_gradient: Tensor, lse_gradient: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     *problem_and_needs: _Field,
@@ -300,8 +299,8 @@ def _no_second_derivative(ctx: Any, *gradients: Any) -> None:
     raise RuntimeError("flash_attention has no second derivative; use reference_attention where one is needed.")
 
 
-_flash_attention.register_autograd(_backward, setup_context=_save)
-_flash_attention_backward.register_autograd(_no_second_derivative)
+torch.library.register_autograd("stoker::flash_attention", _backward, setup_context=_save)
+torch.library.register_autograd("stoker::flash_attention_backward", _no_second_derivative)
 
 
 # ---------------------------------------------------------------- FLOPs

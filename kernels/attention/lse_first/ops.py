@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from ...custom_op import custom_op
 from ...launch import INTERPRETED, triton_runs_on
 from ..argument_checks import check_arguments, check_same_width
 from ..inputs import AttentionInputs
@@ -106,19 +107,19 @@ def _empty_like(tensors: Sequence[Tensor]) -> list[Tensor]:
 # ---------------------------------------------------------------- custom operations: log-sum-exp
 
 
-@torch.library.custom_op("stoker::attention_lse", mutates_args=())
+@custom_op("stoker::attention_lse")
 def _attention_lse(
     q: Tensor, k: Sequence[Tensor], causal: bool, scale: float, chunk_size: int, k_offset: int, total_keys: int
 ) -> Tensor:
     return chunked_lse(q, k, causal, scale, chunk_size, k_offset, total_keys)
 
 
-@_attention_lse.register_fake
+@torch.library.register_fake("stoker::attention_lse")
 def _(q: Tensor, *_: Any) -> Tensor:
     return q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=_wide_like(q))
 
 
-@torch.library.custom_op("stoker::attention_lse_backward", mutates_args=())
+@custom_op("stoker::attention_lse_backward")
 def _attention_lse_backward(
     lse_gradient: Tensor,
     q: Tensor,
@@ -137,7 +138,7 @@ def _attention_lse_backward(
     return dq, dk
 
 
-@_attention_lse_backward.register_fake
+@torch.library.register_fake("stoker::attention_lse_backward")
 def _(lse_gradient: Tensor, q: Tensor, k: Sequence[Tensor], *_: Any) -> tuple[Tensor, list[Tensor]]:
     return q.new_empty(q.shape), [tensor.new_empty(tensor.shape) for tensor in k]
 
@@ -153,13 +154,13 @@ def _lse_gradients(ctx: Any, lse_gradient: Tensor) -> tuple[Any, ...]:
     return dq, dk, None, None, None, None, None
 
 
-_attention_lse.register_autograd(_lse_gradients, setup_context=_save_for_lse)
+torch.library.register_autograd("stoker::attention_lse", _lse_gradients, setup_context=_save_for_lse)
 
 
 # ---------------------------------------------------------------- custom operations: attention
 
 
-@torch.library.custom_op("stoker::lse_first_attention", mutates_args=())
+@custom_op("stoker::lse_first_attention")
 def _lse_first_attention(
     q: Tensor, k: Sequence[Tensor], v: Sequence[Tensor], causal: bool, scale: float, chunk_size: int
 ) -> tuple[Tensor, Tensor]:
@@ -177,12 +178,12 @@ def _lse_first_attention(
     return out.to(q.dtype), lse
 
 
-@_lse_first_attention.register_fake
+@torch.library.register_fake("stoker::lse_first_attention")
 def _(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return q.new_empty(q.shape), q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=_wide_like(q))
 
 
-@torch.library.custom_op("stoker::lse_first_attention_backward", mutates_args=())
+@custom_op("stoker::lse_first_attention_backward")
 def _lse_first_attention_backward(
     out_gradient: Tensor,
     lse_gradient: Tensor | None,
@@ -199,7 +200,7 @@ def _lse_first_attention_backward(
     return _gradients(q, k, v, out_gradient, lse, delta, causal, scale, chunk_size, 0, sum(_lengths(k)))
 
 
-@_lse_first_attention_backward.register_fake
+@torch.library.register_fake("stoker::lse_first_attention_backward")
 def _(
     out_gradient: Tensor, lse_gradient: Tensor | None, q: Tensor, k: Sequence[Tensor], v: Sequence[Tensor], *_: Any
 ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
@@ -225,7 +226,7 @@ def _backward(ctx: Any, out_gradient: Tensor | None, lse_gradient: Tensor | None
     return *gradients, None, None, None
 
 
-_lse_first_attention.register_autograd(_backward, setup_context=_save)
+torch.library.register_autograd("stoker::lse_first_attention", _backward, setup_context=_save)
 
 
 # ---------------------------------------------------------------- FLOPs
