@@ -88,10 +88,10 @@ def test_layouts_on_several_gpus(report: ModuleType) -> None:
 
     found = report.TABLES["parallel"].render(rows)
     title, tensor = (parallel.CASES[name].title for name in ("fsdp", "tp"))
-    assert ["4", title, "stoker", "316", "79", "8.0", "0.950", ""] in found.lines
-    assert ["4", title, "torchtitan", "317", "79", "8.0", "", "1.095 x"] in found.lines
-    assert ["4", tensor, "Megatron-core, distributed optimizer", "out of memory", *[""] * 4] in found.lines
-    assert ["4", tensor, "torchtitan", "not run", *[""] * 4] in found.lines
+    assert ["4", title, "stoker", "316", "79", "8.0", "0.950", "", "GPU"] in found.lines
+    assert ["4", title, "torchtitan", "317", "79", "8.0", "", "1.095 x", "GPU"] in found.lines
+    assert ["4", tensor, "Megatron-core, distributed optimizer", "out of memory", *[""] * 5] in found.lines
+    assert ["4", tensor, "torchtitan", "not run", *[""] * 5] in found.lines
     assert {line[1] for line in found.lines} == {title, tensor}
     assert found.values == {f"{title}, 4 GPUs": {"stoker": 79.0, "torchtitan": 79.25}}
 

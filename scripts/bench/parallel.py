@@ -134,10 +134,10 @@ def contenders(name: str, devices: int) -> list[str]:
     if (devices == 1 and case.base != name) or (case.exchange == "a2a+p2p" and devices < 4):
         return []
     found = ["stoker", "torchtitan", "megatron"]
-    if case.axis == "data" and case.work is not MOE and devices > 1:
+    if case.axis in ("data", "expert") and devices > 1:
         found.insert(1, "stoker_zero1")
     if case.axis == "expert" and devices > 1:
-        found.insert(1, "stoker_alltoall")
+        found.insert(2, "stoker_alltoall")
     if case.exchange.startswith("a2a"):
         found.remove("torchtitan")  # has no all-to-all over heads
     return found
@@ -174,7 +174,7 @@ def overrides(name: str, case: Case, devices: int, *, dry: bool) -> list[str]:
     if case.exchange == "a2a+p2p":
         keys.append(f"model.hierarchical_context_parallel_sizes=[{devices // 2},2]")
     if case.axis == "expert":
-        dispatcher = "flex" if name == "stoker" and not dry else "alltoall"  # flex needs GPUs
+        dispatcher = "alltoall" if dry or name == "stoker_alltoall" else "flex"  # which needs GPUs
         keys += [f"model.expert_model_parallel_size={devices}", f"model.moe_token_dispatcher_type={dispatcher}"]
     return keys
 

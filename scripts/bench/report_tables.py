@@ -320,16 +320,17 @@ def several(rows: list[Row]) -> Rendered:
                 ran = [row for row in own if "refused" not in row]
                 start = [str(devices), case.title, parallel.TITLES[peer]]
                 if not ran:
-                    lines.append([*start, own[-1]["refused"] if own else "not run", *[""] * 4])
+                    lines.append([*start, own[-1]["refused"] if own else "not run", *[""] * 5])
                     continue
+                cards = ", ".join(dict.fromkeys(row["device"].removeprefix("NVIDIA ").split()[0] for row in ran))
                 speed, peak = (statistics.median(row[key] for row in ran) for key in ("tokens_per_second", "peak_gib"))
                 alone = (case.base, 1, "stoker" if peer in parallel.STOKER else peer)
                 single = ratio((name, devices, peer), alone) if devices > 1 else None
                 by = ratio((name, devices, "stoker"), (name, devices, peer)) if peer in parallel.PEERS else None
                 ideal = f"{single / devices:.3f}" if single else ""
-                cells = [f"{speed:,.0f}", f"{speed / devices:,.0f}", f"{peak:.1f}", ideal, _times(by)]
+                cells = [f"{speed:,.0f}", f"{speed / devices:,.0f}", f"{peak:.1f}", ideal, _times(by), cards]
                 lines.append([*start, *cells])
                 if devices > 1:
                     values.setdefault(f"{case.title}, {devices} GPUs", {})[parallel.TITLES[peer]] = speed / devices
-    head = ["GPUs", "layout", "run", "tokens/s", "per GPU", "peak GiB", "of its ideal", "stoker is faster by"]
+    head = ["GPUs", "layout", "run", "tokens/s", "per GPU", "peak GiB", "of its ideal", "stoker is faster by", "card"]
     return Rendered(head, lines, values, "tokens/s per GPU")
