@@ -39,6 +39,14 @@ HOPPER_HEAD_DIMS = (64, 128, 256)
 MAX_HOPPER_REACH = 512
 # the fewest keys, by head width and causal mask, from which one backward kernel is faster than two on an H100
 FUSED_BACKWARD_FROM = {(64, True): 4096, (64, False): 16384, (128, False): 16384}
+# the fewest and most keys, by head width and causal mask, between which forward and backward of the Hopper kernels took
+# less time together than cuDNN's, on H100 and H200 (docs/benchmarks.md): 1.00 to 1.36 times as fast
+FASTER_THAN_CUDNN = {
+    (64, True): (1024, 4096),
+    (128, True): (1024, 3072),
+    (256, True): (1024, 16384),
+    (256, False): (1024, 16384),
+}
 
 
 # ---------------------------------------------------------------- PyTorch's SDPA
@@ -241,6 +249,12 @@ def uses_hopper_kernels(call: AttentionCall, installed: InstalledSoftware) -> bo
             call.head_dim, options=options, relative_bias=call.bias_is_relative, reach=call.reach
         )
     )
+
+
+def is_faster_than_cudnn(call: AttentionCall, installed: InstalledSoftware) -> bool:
+    """True if the sm_90 kernels run the call and are measured to be faster than cuDNN's."""
+    fewest, most = FASTER_THAN_CUDNN.get((call.head_dim, call.causal), (1, 0))
+    return fewest <= call.keys <= most and not call.bias_is_relative and uses_hopper_kernels(call, installed)
 
 
 _FP32_DQ_ACCUMULATOR = ("sdpa_flash", "sdpa_cudnn", "sdpa_efficient", "flash_attn", "te_flash", "te_fused")

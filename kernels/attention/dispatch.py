@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from .backend_support import BACKENDS, BACKENDS_BY_NAME, Backend, BackendFamily, uses_hopper_kernels
+from .backend_support import (
+    BACKENDS,
+    BACKENDS_BY_NAME,
+    Backend,
+    BackendFamily,
+    is_faster_than_cudnn,
+    uses_hopper_kernels,
+)
 from .call_spec import AttentionCall, InstalledSoftware, MeasuredTimes
 from .flags import AttentionFlags
 from .te_support import INSTALL_TE, why_not_te
@@ -133,7 +140,11 @@ def preference_order(
         why = "dropout on ranks that share the heads or tokens: triton draws the mask of one process"
     elif uses_hopper_kernels(call, installed) and not call.any_length:  # their tile schedule is built per length
         names.remove("triton")
-        names.insert(names.index("sdpa_flash"), "triton")
+        if is_faster_than_cudnn(call, installed) and not transformer_engine:
+            names.insert(0, "triton")
+            why = "measured on Hopper: triton is faster than cuDNN for this head width, mask and length"
+        else:
+            names.insert(names.index("sdpa_flash"), "triton")
     elif call.dtype == "fp32":  # the memory-efficient CUTLASS kernels are tuned for fp32
         names.remove("triton")
         names.insert(names.index("sdpa_efficient") + 1, "triton")

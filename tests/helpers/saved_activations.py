@@ -332,8 +332,11 @@ def loss_peak_bytes(tokens: int, vocab: int, hidden: int, dtype: torch.dtype, mo
     with simulate_cuda(monkeypatch), monkeypatch.context() as patch, FakeTensorMode():
         patch.setattr(cross_entropy, "triton_loss_and_gradient_", losses)
         patch.setattr(cross_entropy, "_addmm_fp32_", lambda *_: None)  # does not support fake tensors in torch 2.11
-        inputs = [torch.empty(shape, dtype=dtype) for shape in ((tokens, hidden), (vocab, hidden))]
+        rows, weight = (torch.empty(shape, dtype=dtype) for shape in ((tokens, hidden), (vocab, hidden)))
         labels = torch.empty(tokens, dtype=torch.int64)
         with live:
-            cross_entropy._linear_cross_entropy._init_fn(*inputs, labels, vocab, -100, chunk, True)
+            cross_entropy.run_chunks(
+                rows, weight, labels, None, chunk_tokens=chunk, frozen=False, valid_vocab=vocab, ignore_index=-100,
+                with_gradient=True, smoothing=0.0, softcap=0.0, z_loss=0.0, denominator=None,
+            )  # fmt: skip
     return live.peak

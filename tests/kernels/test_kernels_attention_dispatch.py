@@ -78,6 +78,11 @@ def test_our_hopper_kernels_come_first_where_they_serve() -> None:
     with_te = dataclasses.replace(flash["installed"], te=(2, 20), flash_attn=(2, 8, 3))
     wished = {"attention_backend": "flash", "installed": with_te, "transformer_engine": True}
     assert chosen(HOPPER, **wished) == "te_flash", "the key puts TransformerEngine first"
+    faster = dataclasses.replace(HOPPER, head_dim=64)
+    assert chosen(faster, with_te, transformer_engine=True) == "te_fused"
+    assert chosen(faster, with_te, attention_backend="fused") == "sdpa_cudnn"
+    off = dataclasses.replace(ON, flash=False)
+    assert chosen(faster, with_te, flags=off) == "sdpa_cudnn"
     older = dataclasses.replace(NEW, triton=(3, 5))
     assert chosen(HOPPER, attention_backend="flash", installed=older) == "sdpa_flash"
 
@@ -341,7 +346,13 @@ TRAINED_BIAS = {"bias": "distance_with_gradient", "causal": False}
         ({"dtype": "fp16"}, FULL, "sdpa_cudnn"),
         ({"dtype": "fp32"}, FULL, "sdpa_efficient"),
         ({"dtype": "fp64"}, FULL, "unfused"),
-        ({"head_dim": 256}, FULL, "sdpa_cudnn"),
+        ({"head_dim": 256}, FULL, "triton"),
+        ({"head_dim": 64}, OWN, "triton"),
+        ({"queries": 2048, "keys": 2048}, OWN, "triton"),
+        ({"head_dim": 64, "causal": False}, OWN, "sdpa_cudnn"),
+        ({"head_dim": 64, "queries": 512, "keys": 512}, OWN, "sdpa_cudnn"),
+        ({"head_dim": 64, "dropout": 0.125}, OWN, "sdpa_cudnn"),
+        ({"head_dim": 64, "capability": (10, 0), "groups": 16}, OWN, "sdpa_cudnn"),
         ({"head_dim": 256, "capability": (12, 0)}, FULL, "sdpa_flash"),
         ({"head_dim": 100}, FULL, "sdpa_flash"),
         ({"capability": (7, 5), "dtype": "fp16"}, FULL, "sdpa_efficient"),

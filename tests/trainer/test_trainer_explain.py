@@ -68,7 +68,7 @@ def test_without_a_topic_it_lists_topics(capsys: pytest.CaptureFixture[str]) -> 
         ("sm80", ["sdpa_flash"] * 3, "sm_80, bf16"),
         ("sm86", ["sdpa_flash"] * 3, "sm_86, bf16"),
         ("sm89", ["sdpa_flash"] * 3, "sm_89, bf16"),
-        ("sm90", ["sdpa_cudnn", "sdpa_cudnn", "sdpa_flash"], "sm_90, bf16"),
+        ("sm90", ["triton", "triton", "sdpa_flash"], "sm_90, bf16"),
         ("sm100", ["sdpa_cudnn", "sdpa_cudnn", "sdpa_flash"], "sm_100, bf16"),
         ("sm120", ["sdpa_cudnn", "sdpa_cudnn", "sdpa_flash"], "sm_120, bf16"),
         ("cpu", ["sdpa_flash"] * 3, "cpu, fp32"),
