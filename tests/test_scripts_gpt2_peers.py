@@ -9,12 +9,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from config_helpers import load
+from resolved import batch_spec
 from torch.nn.attention import SDPBackend
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from stoker.kernels.attention.flags import AttentionFlags
 from stoker.models.build import build_model, num_parameters
-from tests.helpers.resolved import batch_spec
 
 BENCH = Path(__file__).resolve().parents[1] / "scripts" / "bench"
 NAMES = {"norm1": "ln_1", "qkv": "attn.c_attn", "output": "attn.c_proj", "norm2": "ln_2", "up": "mlp.c_fc"}

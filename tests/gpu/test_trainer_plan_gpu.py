@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 from config_helpers import load
+from resolved import resolved_on
 
 from stoker.trainer.plan.run_plan import local_target, make_plan
 from stoker.trainer.train import run_training
-from tests.helpers.resolved import resolved_on
 
 pytestmark = [pytest.mark.gpu, pytest.mark.alone]
 

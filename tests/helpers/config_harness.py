@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from resolved import build_data, build_model
 from tiny_run import tiny_document
 
 from stoker.models.gpt import GPT
@@ -17,7 +18,6 @@ from stoker.trainer.config import dotted_paths
 from stoker.trainer.config.run_config import RunConfig
 from stoker.trainer.config.schema.root import RootBlock
 from stoker.trainer.train import TrainingResult, run_training
-from tests.helpers.resolved import build_data, build_model
 
 CPU = torch.device("cpu")
 MODEL, TRAINER, MANAGER, OPTIM = "model.", "trainer.", "exp_manager.", "model.optim."

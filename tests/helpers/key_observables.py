@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from config_harness import CPU, DATA, MANAGER, MODEL, TEXT, TOKENIZER, TRAINER, Changes, ConfigHarness, fingerprint
 from config_helpers import gpt, load
+from resolved import build_data, build_model
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -48,7 +49,6 @@ from stoker.trainer.device.choose_device import choose_device
 from stoker.trainer.distributed.data_parallel import grad_reduce_dtype
 from stoker.trainer.lightning import lightning_module
 from stoker.trainer.train import run_training
-from tests.helpers.resolved import build_data, build_model
 
 
 def shapes(harness: ConfigHarness, changes: Changes) -> Any:

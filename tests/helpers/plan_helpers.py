@@ -1,9 +1,9 @@
 """Build plans for tests."""
 
 from config_helpers import load
+from resolved import gpu_target, make_plan
 
 from stoker.trainer.plan.hardware import parse_gpu
-from tests.helpers.resolved import gpu_target, make_plan
 
 LLAMA = "experiment=llama_1b_bench"
 ONE = ["model.micro_batch_size=1", "model.global_batch_size=1"]

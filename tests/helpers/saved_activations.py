@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from config_helpers import load
+from resolved import gpu_target
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
@@ -43,7 +44,6 @@ from stoker.models.tensor_parallel import apply_tensor_parallel
 from stoker.trainer.config.resolved_run import resolve_run
 from stoker.trainer.plan.hardware import parse_gpu
 from stoker.trainer.plan.run_inputs import RunInputs, collect_inputs
-from tests.helpers.resolved import gpu_target
 
 _BY_TRITON = (
     cross_entropy, rms_norm_residual, gated_activation, lora_gated_mlp, lora_linear, masked_softmax, unfused,

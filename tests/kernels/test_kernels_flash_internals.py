@@ -201,14 +201,14 @@ def _square_sum(q, k, v, bias, distance_bias, alibi_slopes):
 def test_custom_operations_are_well_formed():
     inputs = _inputs()
     padding, rng = torch.arange(18)[None] % 5 != 2, torch.tensor([1, 2])
-    tensors, numbers = (padding, rng, None, None), (-1, 0, 0.25, 0.0, 0.1, 20, 18)
+    tensors, numbers = (None, padding, rng, None, None), (-1, 0, 0.25, 0.0, 0.1, 20, 18, 0)
     call = (*inputs.values(), *tensors, *numbers)
     torch.library.opcheck(ops._flash_attention, call)
     out, lse = ops._flash_attention(*call)
     q, k, v, *biases = (tensor.detach() for tensor in inputs.values())
     gradients = (torch.randn_like(out), torch.randn_like(lse))
     saved = (q, k, v, out.detach(), lse.detach(), *biases)
-    needs = (True, True, False, True, True)
+    needs = (True, True, False, True, True, False, False)
     torch.library.opcheck(ops._flash_attention_backward, (*gradients, *saved, *tensors, *numbers, *needs))
 
 
@@ -218,8 +218,8 @@ def test_custom_operation_is_well_formed_when_packed():
     ends_q, ends_k = torch.tensor([0, 7, 7, 19], dtype=torch.int32), torch.tensor([0, 10, 11, 18], dtype=torch.int32)
     distance_bias = torch.stack([distance_bias, distance_bias]).requires_grad_()
     slopes = torch.tensor([0.1, 0.02]).requires_grad_()
-    optional, numbers = (None, distance_bias, slopes, None, None, ends_q, ends_k), (3, -1, 0.25, 2.0, 0.0, 14, 14)
-    call = (q.requires_grad_(), k, v, *optional, *numbers)
+    optional = (None, distance_bias, slopes, None, None, None, ends_q, ends_k)
+    call = (q.requires_grad_(), k, v, *optional, 3, -1, 0.25, 2.0, 0.0, 14, 14, 0)
     torch.library.opcheck(ops._flash_attention, call)
 
 

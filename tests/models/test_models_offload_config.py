@@ -10,6 +10,7 @@ import pytest
 import torch
 from config_helpers import load, problems
 from deferred_copies import DeferredCopies
+from resolved import batch_spec, check_memory, uses_cuda_graph
 from test_models_offload import LAYERS, STACK, model_of
 from tiers import looped
 from tiny_run import tiny_config
@@ -32,7 +33,6 @@ from stoker.trainer.config.run_config import RunConfig
 from stoker.trainer.core.run_summary import describe_offload, describe_offload_traffic
 from stoker.trainer.plan import memory_check
 from stoker.trainer.utils.errors import UserError
-from tests.helpers.resolved import batch_spec, check_memory, uses_cuda_graph
 
 ON = {"num_layers": 6, "cpu_offloading": True}
 CUDA = torch.device("cuda", 0)

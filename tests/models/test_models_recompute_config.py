@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 from config_helpers import gpt, load, problems
+from resolved import build_data, cuda_graph_unsupported_reason, gpu_target, make_plan, uses_cuda_graph
+from resolved import build_model as build_model_of_run
 from tiers import looped
 from tiny_run import tiny_config
 
@@ -31,8 +33,6 @@ from stoker.trainer.core import run_summary
 from stoker.trainer.plan.hardware import parse_gpu
 from stoker.trainer.plan.search import effective_modules
 from stoker.trainer.utils.errors import UserError
-from tests.helpers.resolved import build_data, cuda_graph_unsupported_reason, gpu_target, make_plan, uses_cuda_graph
-from tests.helpers.resolved import build_model as build_model_of_run
 
 AT = "activations_checkpoint_"
 BASE: dict[str, Any] = {"num_layers": 4, "hidden_size": 32, "num_attention_heads": 4, "encoder_seq_length": 8}

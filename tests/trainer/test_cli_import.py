@@ -3,6 +3,7 @@
 import sys
 
 import pytest
+from resolved import build_data
 
 import stoker
 from stoker.models.config import extensions
@@ -10,7 +11,6 @@ from stoker.trainer.cli import main
 from stoker.trainer.config.schema.root import RootBlock
 from stoker.trainer.utils.errors import UserError
 from stoker.trainer.utils.import_modules import import_plugins
-from tests.helpers.resolved import build_data
 
 MODULE = """
 import stoker

@@ -10,6 +10,7 @@ import pytest
 import torch
 from config_helpers import gpt, load, problems, write
 from gpt_builder import build_gpt
+from resolved import check_memory, uses_cuda_graph
 from tiers import looped
 from tiny_run import tiny_config
 from torch.utils.flop_counter import FlopCounterMode
@@ -31,7 +32,6 @@ from stoker.trainer.config.problems import ConfigError
 from stoker.trainer.config.run_config import RunConfig
 from stoker.trainer.plan import memory_check
 from stoker.trainer.utils.errors import UserError
-from tests.helpers.resolved import check_memory, uses_cuda_graph
 
 CPU = torch.device("cpu")
 EXPERTS = {"num_moe_experts": 8}

@@ -3,12 +3,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from resolved import build_data, evaluation_data
 
 from stoker.trainer.config.schema.root import RootBlock
 from stoker.trainer.data.datasets.samples import IGNORE_INDEX, EvaluationWindows, Samples
 from stoker.trainer.data.tokenizers.tokenizer import ByteTokenizer, CharTokenizer
 from stoker.trainer.utils.errors import UserError
-from tests.helpers.resolved import build_data, evaluation_data
 
 
 def _root(trainer: dict[str, Any] | None = None, **model: Any) -> RootBlock:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from resolved import build_data
 from tiers import examples
 
 from stoker.trainer.config.schema.root import RootBlock
@@ -28,7 +29,6 @@ from stoker.trainer.data.sources.text_sources import read_text
 from stoker.trainer.data.sources.text_tokens import token_stream
 from stoker.trainer.data.tokenizers.tokenizer import ByteTokenizer
 from stoker.trainer.utils.errors import UserError
-from tests.helpers.resolved import build_data
 
 EOS = 1
 

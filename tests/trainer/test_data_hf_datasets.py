@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from config_helpers import load, problems
+from resolved import build_data, data_spec
 from tiers import full_only
 
 from stoker.trainer.config.schema.root import RootBlock
@@ -17,7 +18,6 @@ from stoker.trainer.core.run_checks import check_splits
 from stoker.trainer.data.datasets.samples import IGNORE_INDEX
 from stoker.trainer.data.sources.hf_datasets import read_dataset
 from stoker.trainer.utils.errors import UserError
-from tests.helpers.resolved import build_data, data_spec
 
 ROWS = [{"input": f"question {n}", "output": f"answer {n}", "id": n} for n in range(40)]
 PATH = "model.data.path"

@@ -12,6 +12,7 @@ import tokenizers
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from resolved import build_data, evaluation_data
 from span_texts import restore
 from tiers import cases, examples
 
@@ -29,7 +30,6 @@ from stoker.trainer.data.tokenizers.token_bytes import unicode_to_bytes
 from stoker.trainer.data.tokenizers.tokenizer import ByteTokenizer, Tokenizer
 from stoker.trainer.data.tokenizers.tokenizer_json import build_json_tokenizer, canonical_json
 from stoker.trainer.utils.errors import UserError
-from tests.helpers.resolved import build_data, evaluation_data
 
 EOS, PAD = 1, 0  # of ByteTokenizer
 

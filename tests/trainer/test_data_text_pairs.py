@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from resolved import build_data
 from tiers import full_only
 
 from stoker.trainer.config.schema.root import RootBlock
@@ -23,7 +24,6 @@ from stoker.trainer.data.sources.text_pairs import TextPair, TokenPairs, read_te
 from stoker.trainer.data.sources.text_sources import Corpus
 from stoker.trainer.data.tokenizers.tokenizer import ByteTokenizer, CharTokenizer
 from stoker.trainer.utils.errors import UserError
-from tests.helpers.resolved import build_data
 
 SHARES = (0.6, 0.2, 0.2)
 

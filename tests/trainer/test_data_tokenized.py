@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import tokenizers
 from config_helpers import load, problems
+from resolved import build_data
 from tiers import looped
 
 from stoker.models.config import extensions
@@ -27,7 +28,6 @@ from stoker.trainer.data.tokenizers.tokenizer_json import build_json_tokenizer, 
 from stoker.trainer.distributed.process_group import DistributedContext
 from stoker.trainer.utils.errors import UserError
 from stoker.trainer.utils.safetensors_io import MAX_JSON_BYTES
-from tests.helpers.resolved import build_data
 
 
 def root(

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from forked_ranks import fork_ranks
 from host_memory import HostMemory
+from resolved import build_data
 from tiers import cases, extra
 from tiny_run import tiny_config
 from torch._C._distributed_c10d import FileStore
@@ -31,7 +32,6 @@ from stoker.trainer.plan.run_plan import gpu_target
 from stoker.trainer.plan.timeline import layers_in_order
 from stoker.trainer.plan.traffic import planned_bytes
 from stoker.trainer.utils.local_shard import local_tensor
-from tests.helpers.resolved import build_data
 
 CPU = torch.device("cpu")
 

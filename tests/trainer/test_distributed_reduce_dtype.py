@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from config_helpers import load
+from resolved import build_data, build_model, gpu_target, make_plan
 from tiers import cases
 from tiny_run import tiny_config
 from torch import Tensor
@@ -21,7 +22,6 @@ from stoker.trainer.distributed.data_parallel import grad_reduce_dtype
 from stoker.trainer.distributed.ddp import ReplicatedDataParallel
 from stoker.trainer.distributed.process_group import DistributedContext
 from stoker.trainer.plan.hardware import parse_gpu
-from tests.helpers.resolved import build_data, build_model, gpu_target, make_plan
 
 CPU = torch.device("cpu")
 

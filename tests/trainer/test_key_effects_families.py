@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from resolved import batch_spec, build_data, build_model
 from tiers import looped
 
 from stoker.models.build import num_parameters
@@ -20,7 +21,6 @@ from stoker.models.config.t5 import T5Slice
 from stoker.trainer.config import dotted_paths
 from stoker.trainer.config.schema.key_index import schema_keys
 from stoker.trainer.config.schema.root import RootBlock
-from tests.helpers.resolved import batch_spec, build_data, build_model
 
 CPU = torch.device("cpu")
 STACK: dict[str, Any] = {

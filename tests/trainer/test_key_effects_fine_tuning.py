@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 from config_helpers import load, problems
+from resolved import build_data
 from test_data_chat import SMOL, bpe
 from tiers import extra, looped
 
 from stoker.trainer.config import dotted_paths
 from stoker.trainer.config.schema.root import RootBlock
 from stoker.trainer.data.datasets.samples import IGNORE_INDEX
-from tests.helpers.resolved import build_data
 
 DATA, SET = "model.data.", "model.data.train_ds."
 LONG = "a long question which does not fit "

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from config_helpers import load, problems
+from resolved import build_data, build_model
 from tiers import looped
 from tiny_run import tiny_config, tiny_document
 from torch import Tensor
@@ -23,7 +24,6 @@ from stoker.trainer.config.schema.root import RootBlock
 from stoker.trainer.conversion.from_hf import build_meta_model
 from stoker.trainer.data.tokenizers.tokenizer import ByteTokenizer
 from stoker.trainer.train import run_training
-from tests.helpers.resolved import build_data, build_model
 
 AT = "model.peft."
 CPU = torch.device("cpu")

@@ -52,6 +52,7 @@ from key_observables import (
     validation_losses,
 )
 from pytorch_lightning.loggers.logger import DummyLogger
+from resolved import build_data
 
 from stoker.kernels.attention.flags import AttentionFlags
 from stoker.models import build
@@ -99,7 +100,6 @@ from stoker.trainer.plan.run_plan import gpu_target, make_plan
 from stoker.trainer.plan.traffic import step_traffic
 from stoker.trainer.train import train_as_rank
 from stoker.trainer.utils.errors import UserError
-from tests.helpers.resolved import build_data
 
 pytestmark = pytest.mark.usefixtures("without_plots", "small_pystd")
 

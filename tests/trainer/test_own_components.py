@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from config_helpers import load, problems
+from resolved import build_data
 from safetensors.torch import load_file
 from tiers import extra, looped
 from tiny_run import final_hashes, tiny_config, tiny_document
@@ -30,7 +31,6 @@ from stoker.trainer.evaluation.own_functions import own_functions
 from stoker.trainer.optim.own_optimizer import OwnOptimizer
 from stoker.trainer.train import TrainingResult, run_training
 from stoker.trainer.utils.errors import UserError
-from tests.helpers.resolved import build_data
 
 IGNORED = -100
 

@@ -21,6 +21,7 @@ from hf_folders import (
     tensors_of,
 )
 from hf_fp64 import keep_input_dtype
+from resolved import batch_spec
 from safetensors.torch import load_file
 from tiers import cases
 from torch import Tensor
@@ -35,7 +36,6 @@ from stoker.trainer.conversion.load_model import load_model
 from stoker.trainer.conversion.to_hf import convert_to_hf
 from stoker.trainer.utils.errors import EXIT_BAD_INPUT, EXIT_OK
 from stoker.trainer.utils.safetensors_io import DamagedFileError
-from tests.helpers.resolved import batch_spec
 
 BYTES = ("--tokenizer", "byte-level")
 SCALED = ("llama3_rotary", "llama_yarn", "llama_linear")

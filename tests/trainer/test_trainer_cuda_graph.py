@@ -6,6 +6,7 @@ from typing import Any, NoReturn
 
 import pytest
 import torch
+from resolved import uses_cuda_graph
 from tiny_run import final_hashes, tiny_config, tiny_document
 from torch import nn
 
@@ -18,7 +19,6 @@ from stoker.trainer.device.cuda_graph_support import cuda_graph_unsupported_reas
 from stoker.trainer.lightning.cuda_graph import WARM_UP_MICRO_BATCHES, CapturedGraph, CapturedMicroBatches, capture
 from stoker.trainer.train import run_training
 from stoker.trainer.utils.errors import UserError
-from tests.helpers.resolved import uses_cuda_graph
 
 
 class Line:

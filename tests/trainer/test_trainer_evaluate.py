@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from gpt_builder import build_gpt
+from resolved import build_data
 from tiers import cases
 from tiny_run import tiny_config
 from torch import Tensor
@@ -32,7 +33,6 @@ from stoker.trainer.train import run_training
 from stoker.trainer.utils.errors import UserError
 from stoker.trainer.utils.local_shard import local_shard
 from stoker.trainer.utils.safetensors_io import write_json
-from tests.helpers.resolved import build_data
 
 
 def _bigram_loss(table: Tensor):

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from resolved import batch_spec
 from tiers import extra
 from tiny_run import tiny_config
 
@@ -25,7 +26,6 @@ from stoker.trainer.config.schema.root import RootBlock
 from stoker.trainer.device.determinism import attention_flags
 from stoker.trainer.plan.attention_report import ARCHITECTURES
 from stoker.trainer.train import run_training
-from tests.helpers.resolved import batch_spec
 
 KINDS: list[CallKind] = ["training", "evaluation", "generation"]
 

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from resolved import batch_spec, build_data
+from resolved import build_model as build_model_of_run
 from tiers import extra
 from tiny_run import final_hashes, tiny_config
 from torch.utils.flop_counter import FlopCounterMode
@@ -24,8 +26,6 @@ from stoker.trainer.conversion.load_model import load_model
 from stoker.trainer.core import run_summary, training_loop
 from stoker.trainer.optim.optimizer_factory import fused_projection_rows
 from stoker.trainer.train import run_training
-from tests.helpers.resolved import batch_spec, build_data
-from tests.helpers.resolved import build_model as build_model_of_run
 
 CPU = torch.device("cpu")
 STACK: dict[str, Any] = {

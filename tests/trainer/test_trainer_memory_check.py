@@ -7,6 +7,7 @@ import weakref
 import pytest
 import torch
 from config_helpers import gpt, load
+from resolved import build_data, check_memory, choose_attention
 from tiny_run import tiny_config
 
 from stoker.kernels.launch import INTERPRETED
@@ -23,7 +24,6 @@ from stoker.trainer.train import run_training
 from stoker.trainer.utils import environment
 from stoker.trainer.utils.errors import EXIT_BAD_INPUT, EXIT_IO, UserError
 from stoker.trainer.utils.host_memory import host_memory, is_out_of_memory
-from tests.helpers.resolved import build_data, check_memory, choose_attention
 
 CPU = torch.device("cpu")
 

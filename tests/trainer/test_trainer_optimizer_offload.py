@@ -10,6 +10,7 @@ import pytest
 import torch
 from config_helpers import load
 from optimizer_cases import OPTIMIZER_FACTORIES, WideNet, backward
+from resolved import check_memory
 from stream_copies import StreamCopies
 from tiers import cases, extra, full_only, looped
 from tiny_run import final_hashes, tiny_config
@@ -23,7 +24,6 @@ from stoker.trainer.optim.state_buckets import NUM_SLOTS, BucketPlan, StateShape
 from stoker.trainer.plan import memory_check as memory
 from stoker.trainer.train import run_training
 from stoker.trainer.utils.errors import UserError
-from tests.helpers.resolved import check_memory
 
 BUCKET = 16 * 1024
 """Bytes: 1,024 elements with main weights and two moments, of which the largest parameter here has 6,000."""

@@ -15,6 +15,7 @@ from config_helpers import load, problems
 from distributed_runs import DistributedRuns, difference, records
 from fork_server import ForkServer
 from gpt_builder import build_gpt
+from resolved import build_data, check_memory
 from tiers import extra, full_only
 from tiny_run import tiny_config
 
@@ -36,7 +37,6 @@ from stoker.trainer.plan import memory_check
 from stoker.trainer.train import run_training
 from stoker.trainer.utils.errors import UserError
 from stoker.trainer.utils.local_shard import local_tensor
-from tests.helpers.resolved import build_data, check_memory
 
 CPU = torch.device("cpu")
 DATA = "model.data."

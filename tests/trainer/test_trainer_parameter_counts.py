@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 from config_helpers import load
+from resolved import batch_spec
 from tiers import cases
 
 from stoker.models.model_cost import count_parameters
 from stoker.trainer.cli.list_names import main_comment
 from stoker.trainer.config.schema.root import ModelBlock
-from tests.helpers.resolved import batch_spec
 
 ROOT = Path(__file__).resolve().parents[2]
 COUNT = re.compile(r"(?<![\w.,])(\d[\d,]*(?:\.\d+)?) ([MB])(?= parameters|[.,; ]|$)")

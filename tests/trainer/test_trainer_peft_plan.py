@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from config_helpers import gpt, load
+from resolved import batch_spec, check_memory, gpu_target, make_plan
 from tiny_run import tiny_config
 from torch.utils._pytree import tree_leaves
 
@@ -24,7 +25,6 @@ from stoker.trainer.plan.state_memory import update_working_bytes
 from stoker.trainer.plan.trainable_count import count_trainable
 from stoker.trainer.train import run_training
 from stoker.trainer.utils.errors import UserError
-from tests.helpers.resolved import batch_spec, check_memory, gpu_target, make_plan
 
 CPU = torch.device("cpu")
 SCHEMES = ("lora", "adapter", "ptuning", "ia3", "selective")

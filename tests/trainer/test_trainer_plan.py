@@ -7,6 +7,7 @@ import pytest
 import torch
 from config_helpers import load
 from plan_helpers import FULL, LLAMA, OFFLOAD, ONE, planned
+from resolved import gpu_target, make_plan
 from tiers import looped
 
 from stoker.models.model_cost import training_flops_per_sample
@@ -28,7 +29,6 @@ from stoker.trainer.plan.search import effective_modules, search, suggest_change
 from stoker.trainer.plan.state_memory import offload_bucket_bytes
 from stoker.trainer.plan.timeline import layers_in_order
 from stoker.trainer.utils.errors import EXIT_BAD_INPUT, EXIT_OK, UserError
-from tests.helpers.resolved import gpu_target, make_plan
 
 # ---------------------------------------------------------------- memory
 

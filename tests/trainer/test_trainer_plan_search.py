@@ -5,13 +5,13 @@ import json
 import pytest
 from config_helpers import load, write
 from plan_helpers import FULL, LLAMA, ONE, planned
+from resolved import gpu_target, make_plan
 from tiers import cases, extra, full_only
 
 from stoker.trainer.cli.main import main
 from stoker.trainer.plan.hardware import parse_gpu
 from stoker.trainer.plan.search import search, suggest_changes
 from stoker.trainer.utils.errors import EXIT_BAD_INPUT, EXIT_OK
-from tests.helpers.resolved import gpu_target, make_plan
 
 
 def test_suggestions_fit_and_the_fastest_is_first():

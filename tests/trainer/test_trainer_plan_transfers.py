@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from config_helpers import load
+from resolved import gpu_target, make_plan
 from tiers import cases
 from torch import Tensor
 
@@ -21,7 +22,6 @@ from stoker.models.memory.offload_weights import WeightOffload
 from stoker.trainer.plan.hardware import parse_gpu
 from stoker.trainer.plan.search import suggest_changes
 from stoker.trainer.plan.transfers import LayerChunk, stall_seconds
-from tests.helpers.resolved import gpu_target, make_plan
 
 
 def layers(count: int, offloaded: int, *, copy: float) -> list[LayerChunk]:

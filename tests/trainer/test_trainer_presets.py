@@ -5,12 +5,12 @@ from pathlib import Path
 import pytest
 import torch
 from config_helpers import load
+from resolved import batch_spec
 from tiers import cases
 
 from stoker.kernels.attention.flags import AttentionFlags
 from stoker.models.build import build_model, num_parameters
 from stoker.trainer.train import run_training
-from tests.helpers.resolved import batch_spec
 
 MODELS = sorted(path.stem for path in (Path(__file__).parents[2] / "conf" / "model").glob("*.yaml"))
 SIZES = {"gpt_tiny": 0.9e6, "gpt_125m": 87e6, "gpt2_124m": 124e6, "llama_1b": 1.2e9, "gpt3_1b": 1.3e9}

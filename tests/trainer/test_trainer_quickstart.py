@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from config_helpers import gpt
+from resolved import build_data
 from tiers import looped
 
 from stoker.trainer import train
@@ -19,7 +20,6 @@ from stoker.trainer.config.load import load_run_config
 from stoker.trainer.config.run_config import RunConfig
 from stoker.trainer.data.datasets.samples import EvaluationWindows
 from stoker.trainer.utils.errors import UserError
-from tests.helpers.resolved import build_data
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -2,13 +2,13 @@
 
 import pytest
 import torch
+from resolved import build_data, build_model
 
 from stoker.models.build import num_parameters
 from stoker.trainer.config.load import load_run_config
 from stoker.trainer.config.resolved_run import resolve_run
 from stoker.trainer.core.run_checks import check_default_dropout, choose_attention
 from stoker.trainer.core.run_summary import describe_fp8, module_table
-from tests.helpers.resolved import build_data, build_model
 
 CPU = torch.device("cpu")
 FROZEN = ["peft=lora", "model.restore_from_path=x"]

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from config_helpers import keep_last_overrides
+from resolved import build_data, build_model
 from tiers import cases, extra, full_only
 from torch import Tensor
 
@@ -21,7 +22,6 @@ from stoker.trainer.data.datasets.sft_examples import Example, Examples, truncat
 from stoker.trainer.data.datasets.sft_samples import ExampleSamples
 from stoker.trainer.data.tokenizers.tokenizer import ByteTokenizer
 from stoker.trainer.utils.errors import UserError
-from tests.helpers.resolved import build_data, build_model
 
 CPU = torch.device("cpu")
 SMALL: dict[str, Any] = {

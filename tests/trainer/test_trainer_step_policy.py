@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from resolved import build_data, data_spec
 from tiers import cases, looped
 from tiny_run import final_hashes, tiny_config, tiny_document
 from worker_threads import worker_threads
@@ -39,7 +40,6 @@ from stoker.trainer.data.subsets import RepeatedSubset, validation_subset
 from stoker.trainer.data.tokenizers.tokenizer import ByteTokenizer
 from stoker.trainer.train import run_training
 from stoker.trainer.utils.errors import EXIT_OK, UserError
-from tests.helpers.resolved import build_data, data_spec
 
 NAN = float("nan")
 FRESH = LoopState.model_validate({})
