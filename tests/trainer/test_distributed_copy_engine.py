@@ -94,13 +94,23 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "model__activations_checkpoint_method": "uniform",
         "model__activations_checkpoint_num_layers": 2,
     },
+    "chunks": {
+        "model__fsdp": True,
+        "model__num_layers": 5,
+        "model__activations_checkpoint_granularity": "full",
+        "model__activations_checkpoint_method": "uniform",
+        "model__activations_checkpoint_num_layers": 4,  # recomputed together, with more weights than the least slots
+    },
     "uneven rows": {"model__ffn_hidden_size": 33},
     "uneven zero1": {"model__ffn_hidden_size": 33, "model__optim__name": "distributed_fused_adam"},
     "uneven": {"model__fsdp": True, "model__num_layers": 5, "model__ffn_hidden_size": 33},
 }
 
 
-@pytest.mark.parametrize("layout", ["full", *cases([name for name in LAYOUTS if name != "full"], fast=1)])
+ALWAYS = ["full", "chunks"]
+
+
+@pytest.mark.parametrize("layout", [*ALWAYS, *cases([name for name in LAYOUTS if name not in ALWAYS], fast=1)])
 @pytest.mark.parametrize("precision", ["bf16", *extra("64")])
 def test_training_is_that_of_gloo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: str, precision: str) -> None:
     monkeypatch.setattr(copy_engine, "SLOT_BYTES", 2 * 1024)

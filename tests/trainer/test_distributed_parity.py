@@ -195,6 +195,15 @@ def test_weights_gathered_when_layers_need_them(runs, layout, changes, engines):
         check_equal(together, alone, last, kinds=kinds, limit=0.0)
 
 
+def test_a_checkpoint_holds_gathered_weights(runs):
+    """Of weights that tensor-parallel ranks have whole, a rank saves 9 of the 34 rows, and has updated 17."""
+    changes = ZERO1 | {"model__tensor_model_parallel_size": 2, "model__hidden_size": 34, "model__ffn_hidden_size": 64}
+    saves = {"every_n_train_steps": 2, "save_top_k": -1, "save_last": False}
+    changes |= {"trainer__limit_val_batches": 0, "exp_manager__checkpoint_callback_params": saves}
+    alone, together = (runs.run(f"saved-{n}", 4, **changes, **more) for n, more in enumerate((AT_ONCE, {})))
+    assert [difference(step(alone, 2), step(together, 2), kind) for kind in ("model", "optimizer")] == [0.0, 0.0]
+
+
 def test_callbacks_read_weights_that_are_gathered(runs):
     changes = ZERO1 | {"registers": "weight_reading_callback", "trainer__callbacks": ["reads_weights"]}
     found = [runs.run(f"callback-{n}", 2, **changes, **more) for n, more in enumerate((AT_ONCE, {}, OVERLAP))]

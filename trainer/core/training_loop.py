@@ -311,6 +311,7 @@ def _build_save(
         return None
 
     def save(step: int, metrics: Mapping[str, float], loop: LoopState) -> Path:
+        module.wait_for_weights()
         run_state = start.model_copy(
             update={
                 "step": step,

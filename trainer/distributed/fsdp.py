@@ -106,7 +106,9 @@ class ShardedDataParallel(DataParallel):
             part.set_force_sum_reduction_for_comms(True)
         if self._exchange is not None:
             roots = [module for module in by_copy_engines if module is model]
-            self._exchange.add([module for module in by_copy_engines if module is not model], roots, self._device)
+            in_turn = [module for module in by_copy_engines if module is not model]
+            together = max((stack.recompute_chunk for stack in get_stacks(model)), default=1)
+            self._exchange.add(in_turn, roots, self._device, together)
         for method in ("loss", "run_stage"):
             register_fsdp_forward_method(model, method)
 

@@ -24,11 +24,18 @@ from ..optim.base_optimizer import Optimizer
 from .copy_engine import CopyEngineCollectives
 from .data_parallel import HELD
 
-SLOTS = 3
+MIN_SLOTS = 3
 """Units whose weights have memory at a time: one computes, one arrives, and one may still be in use."""
 
 ALIGNMENT = 256
 """Bytes that the place of a weight is a multiple of."""
+
+
+def num_slots(together: int) -> int:
+    """Return the units whose weights have memory at a time, if so many layers are recomputed together: FSDP2 keeps the
+    weights of a layer from its recomputation to its backward pass.
+    """
+    return max(MIN_SLOTS, together)
 
 
 class _Slot:
@@ -59,7 +66,9 @@ class CopyEngineParamGroup(FSDPParamGroup):
         """Start to gather the weights, unless their slot is in use: then `wait_for_unshard` is yet to come."""
         if self._all_gather_result is not None or self.is_unsharded:
             return
-        slot, kept = self.slot, self._training_state == TrainingState.PRE_BACKWARD and self.slot.holder is self
+        # a backward pass, which may begin with recomputation, finds what no other layer has overwritten
+        in_backward = self._training_state == TrainingState.PRE_BACKWARD or torch._C._current_graph_task_id() != -1
+        slot, kept = self.slot, in_backward and self.slot.holder is self
         if slot.holder is not None and slot.holder is not self:
             if slot.holder.is_unsharded:
                 return
@@ -121,24 +130,27 @@ class GatheredWeights:
         self._gathers = 0
         self._held: deque[tuple[Any, Sequence[Tensor]]] = deque()
 
-    def add(self, in_turn: Sequence[FSDPModule], always: Sequence[FSDPModule], device: torch.device) -> None:
+    def add(
+        self, in_turn: Sequence[FSDPModule], always: Sequence[FSDPModule], device: torch.device, together: int = 1
+    ) -> None:
         """Take over units whose parameters have rows that the ranks divide; a collective of the ranks.
 
         Args:
             in_turn: units that are gathered one after the other.
             always: units whose weights stay gathered while those of others come and go.
             device: device of this rank.
+            together: units in turn that are recomputed together.
         """
         units = [_group(module) for module in (*in_turn, *always)]
         sizes = [sum(_aligned(_nbytes(parameter)) for parameter in unit.fsdp_params) for unit in units]
-        slot_bytes = max(sizes[: len(in_turn)], default=0)
-        offsets = [index % SLOTS * slot_bytes for index in range(len(in_turn))]
-        end = min(SLOTS, len(in_turn)) * slot_bytes
+        slots, slot_bytes = num_slots(together), max(sizes[: len(in_turn)], default=0)
+        offsets = [index % slots * slot_bytes for index in range(len(in_turn))]
+        end = min(slots, len(in_turn)) * slot_bytes
         for size in sizes[len(in_turn) :]:
             offsets.append(end)
             end += size
         self._counters = end
-        num_bytes = self.num_bytes(sizes[: len(in_turn)], sizes[len(in_turn) :], self._collectives.size)
+        num_bytes = self.num_bytes(sizes[: len(in_turn)], sizes[len(in_turn) :], self._collectives.size, slots)
         self._memory = self._collectives.memory.allocate(num_bytes)
         found = {offset: _Slot(offset) for offset in offsets}
         for unit, offset in zip(units, offsets, strict=True):
@@ -148,9 +160,9 @@ class GatheredWeights:
             self._place(unit, self._memory)
 
     @staticmethod
-    def num_bytes(in_turn: Sequence[int], always: Sequence[int], ranks: int) -> int:
+    def num_bytes(in_turn: Sequence[int], always: Sequence[int], ranks: int, slots: int) -> int:
         """Return the bytes of memory of each rank for units of these sizes: the weights, then two counters per rank."""
-        return min(SLOTS, len(in_turn)) * max(in_turn, default=0) + sum(always) + 2 * ranks * COUNTER_BYTES
+        return min(slots, len(in_turn)) * max(in_turn, default=0) + sum(always) + 2 * ranks * COUNTER_BYTES
 
     def _place(self, unit: CopyEngineParamGroup, memory: Memory) -> None:
         """Give the gathered parameters of a unit their memory."""

@@ -13,7 +13,7 @@ from ...models.parallel.peer_exchange import memory_parts
 from ..config.parameter_layout import DataParallelLayout
 from ..config.resolved_run import ResolvedRun
 from ..distributed.copy_engine import CopyEngineCollectives
-from ..distributed.gathered_weights import GatheredWeights
+from ..distributed.gathered_weights import GatheredWeights, num_slots
 from .run_inputs import RunInputs, Target
 
 ExchangeKind = Literal["copy engines", "NCCL", "gloo"]
@@ -89,6 +89,12 @@ def num_data_ranks(run: RunInputs) -> int:
     return run.mesh.world_size // run.mesh.pipeline // run.mesh.tensor
 
 
+def gathered_slots(run: RunInputs) -> int:
+    """Number of layers whose gathered weights have memory at a time, see `GatheredWeights`."""
+    recomputed = (each.stack.recompute for each in run.stacks)
+    return num_slots(max((each.chunk for each in recomputed if each is not None), default=1))
+
+
 def symmetric_memory_bytes(run: RunInputs, layers: Sequence[int]) -> int:
     """Bytes of memory that other ranks read or write, outside of torch's allocator: the inbox of copy engines, weights
     that FSDP2 gathers by them, the tokens of experts with the dispatcher `flex`, and the buffers of `parallel.overlap`.
@@ -103,7 +109,8 @@ def symmetric_memory_bytes(run: RunInputs, layers: Sequence[int]) -> int:
         num_bytes = CopyEngineCollectives.inbox_bytes(ranks)
         if not layout.replicates_weights:
             others = run.counts.total - run.expert_parameters - sum(layers)
-            num_bytes += GatheredWeights.num_bytes([each * width for each in layers], [others * width], ranks)
+            in_turn, slots = [each * width for each in layers], gathered_slots(run)
+            num_bytes += GatheredWeights.num_bytes(in_turn, [others * width], ranks, slots)
     if mesh.expert > 1:
         flex = (each for each in run.stacks if each.stack.moe is not None and each.stack.moe.dispatcher == "flex")
         num_bytes += max((_flex_bytes(each) for each in flex), default=0)

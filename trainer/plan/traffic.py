@@ -18,8 +18,7 @@ from ...models.model_cost import outer_traffic, stage_traffic
 from ...models.parallel.traffic import Collective, CollectiveKind, CommunicationAxis, Pass, bytes_by_collective
 from ...models.stack import stack_traffic
 from ...models.tensor_parallel import count_partial_gradients
-from ..distributed.gathered_weights import SLOTS
-from .data_exchange import exchange_of, gradient_sums, num_data_ranks, uses_copy_engines
+from .data_exchange import exchange_of, gathered_slots, gradient_sums, num_data_ranks, uses_copy_engines
 from .hardware import EFFICIENCY, GPUSpec
 from .run_inputs import RunInputs
 from .state_memory import trained_fp8_weights
@@ -144,12 +143,12 @@ def _stays_gathered(run: RunInputs, layers: Sequence[LayerInStack]) -> int:
         stage.number: [unit for unit, layer in enumerate(layers) if layer.stack is stack]
         for stage, stack in zip(run.stages, run.stacks, strict=True)
     }
-    in_slot, found = dict[int, int](), 0
+    slots, in_slot, found = gathered_slots(run), dict[int, int](), 0
     for each in run.pass_order:
         own = units[each.stage]
         for unit in reversed(own) if each.is_backward else own:
-            found += sizes[unit] if each.is_backward and in_slot.get(unit % SLOTS) == unit else 0
-            in_slot[unit % SLOTS] = unit
+            found += sizes[unit] if each.is_backward and in_slot.get(unit % slots) == unit else 0
+            in_slot[unit % slots] = unit
     return outside + found // (1 if run.pipeline_rank is None else run.micro_batches)
 
 
