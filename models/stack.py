@@ -277,8 +277,8 @@ class Stack(RecomputableModule):
         """Compile each layer and the final norm; equal layers share one compilation.
 
         Args:
-            has_hooks: the modules will get forward hooks (FSDP2's all-gather and reshard), which stay outside the
-                graph.
+            has_hooks: the modules will get forward hooks (FSDP2's, or those that wait for gathered weights), which stay
+                outside the graph.
             fullgraph: compile each module as a full graph; False allows a graph break at attention that cannot be
                 traced.
         """

@@ -67,7 +67,7 @@ class MoE(RecomputableModule):
         return self.expert_bias is not None and self.router.weight.requires_grad
 
     def forward(self, hidden: Tensor, padding: Tensor | None = None) -> Tensor:
-        """Return the output of `run`, and `count` its statistics in training."""
+        """Return the output of `forward_with_statistics`, and `update_statistics` in training."""
         output, sums = self.forward_with_statistics(hidden, padding)
         if self.training:
             self.update_statistics(sums)
@@ -101,7 +101,7 @@ class MoE(RecomputableModule):
             dropout: dropouts of the layer in this forward; None outside training or without dropout.
 
         Returns:
-            (batch, tokens, hidden_size), and the router statistics for `count`.
+            (batch, tokens, hidden_size), and the router statistics for `update_statistics`.
         """
         real = None if padding is None else padding.flatten()
         samples = len(hidden) if batch is None else batch

@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from distributed_runs import DistributedRuns, records
+from forked_ranks import fork_ranks
 from tiny_run import tiny_document
 from torch._C._distributed_c10d import FileStore
 
@@ -20,6 +22,7 @@ from stoker.trainer.config.schema.trainer_and_data import TrainerBlock
 from stoker.trainer.distributed import launcher
 from stoker.trainer.distributed.placement import Placement, resolve_placement
 from stoker.trainer.distributed.process_group import init_distributed, shutdown_distributed
+from stoker.trainer.lightning.lightning_trainer import MeshStrategy
 from stoker.trainer.utils.environment import worker_environment
 from stoker.trainer.utils.errors import UserError
 
@@ -36,6 +39,21 @@ def test_groups_of_a_second_run_in_a_process_have_other_names(tmp_path):
         names += [group.group_name for group in groups if isinstance(group, dist.ProcessGroup)]
         shutdown_distributed()
     assert len(set(names)) == 4
+
+
+def test_lightning_reduces_and_broadcasts_as_asked(tmp_path):
+    operations = ("mean", "avg", "sum", "max", "min", dist.ReduceOp.MAX, dist.ReduceOp.AVG, None)
+
+    def on_rank(rank: int) -> list[Any]:
+        ranks = init_distributed(rank, 2, rank, store=FileStore(str(tmp_path / "store"), 2), timeout=600)
+        strategy = MeshStrategy(torch.device("cpu"), ranks)
+        reduced = [float(strategy.reduce(torch.tensor(1.0 + rank), reduce_op=each)) for each in operations]
+        found = [*reduced, strategy.reduce("text"), strategy.broadcast({"stop": [rank, None]}, src=1)]
+        shutdown_distributed()
+        return found
+
+    expected = [1.5, 1.5, 3.0, 2.0, 1.0, 2.0, 1.5, 3.0, "text", {"stop": [1, None]}]
+    assert fork_ranks(str(tmp_path), 2, on_rank) == [expected, expected]
 
 
 def test_sigterm_to_one_rank_stops_all_after_the_same_step(tmp_path, forks):

@@ -92,7 +92,7 @@ class DataParallel:
 
     @property
     def optimizer_arguments(self) -> dict[str, Any]:
-        """Collectives for sharded optimizers: arguments of `optim.base.Optimizer`."""
+        """Collectives for sharded optimizers: arguments of `optim.base_optimizer.Optimizer`."""
         if self.layout.shards == 1:
             return {}
         return {

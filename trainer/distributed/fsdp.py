@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -75,6 +76,8 @@ class ShardedDataParallel(DataParallel):
 
     def shard(self, model: LanguageModel) -> None:
         """Shard the parameters into DTensors."""
+        # layers of experts return views, and nothing changes in place what a layer returns
+        warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
         layers: list[nn.Module] = [layer for stack in get_stacks(model) for layer in stack.layers]
         layer_of: dict[nn.Module, nn.Module] = {}
         alone: set[nn.Parameter] = set()

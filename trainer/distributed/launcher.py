@@ -332,7 +332,7 @@ class LocalWorkers:
                 "steps": self._steps.descriptor,
             }
             assert process.stdin is not None
-            with contextlib.suppress(BrokenPipeError):  # it has exited already, which `wait` reports
+            with contextlib.suppress(BrokenPipeError):  # it has exited already, which `poll` reports
                 process.stdin.write(json.dumps(task).encode() + b"\n")
                 process.stdin.flush()
             if self._signal is not None:  # the signal may have arrived before this worker was started

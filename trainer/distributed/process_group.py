@@ -101,7 +101,7 @@ class DistributedContext:
             work.wait()
             result = int(tensor)
         tensor = torch.tensor(flags, dtype=torch.int64)
-        self._pending = dist.all_reduce(tensor, op=dist.ReduceOp.BOR, async_op=True), tensor
+        self._pending = dist.all_reduce(tensor, op=dist.ReduceOp.BOR, group=self.group, async_op=True), tensor
         return result
 
     def all_reduce_flags(self, flags: int) -> int:

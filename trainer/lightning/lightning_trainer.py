@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import warnings
 from collections.abc import Iterator, Sequence
@@ -117,16 +118,21 @@ class MeshStrategy(ParallelStrategy):
         self._ranks.barrier()
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Return `obj`: Lightning broadcasts only the log directory, which is the same on every rank here."""
-        return obj
+        """Return what rank `src` gives: text, numbers, None, or lists and dictionaries of them.
+
+        Raises:
+            TypeError: it is something else, which would be pickled.
+        """
+        return json.loads(self._ranks.all_gather_text(json.dumps(obj))[src])
 
     def reduce(self, tensor: Tensor | Any, group: Any = None, reduce_op: Any = "mean") -> Tensor | Any:
-        """Reduce a tensor to its sum or mean over all ranks."""
+        """Reduce a tensor over the ranks of a group, by default all: a `ReduceOp`, its name, or "mean"."""
         if not isinstance(tensor, Tensor):
             return tensor
-        total = tensor.clone()
-        dist.all_reduce(total, group=group)
-        return total / self.world_size if str(reduce_op).lower() in ("mean", "avg") else total
+        name, total = str(reduce_op or "sum").rpartition(".")[2].upper(), tensor.clone()
+        averages = name in ("MEAN", "AVG")  # gloo has no mean
+        dist.all_reduce(total, op=dist.ReduceOp.SUM if averages else getattr(dist.ReduceOp, name), group=group)
+        return total / dist.get_world_size(group) if averages else total
 
     def teardown(self) -> None:
         """Do nothing, so that the model stays on its device."""
