@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from stoker.trainer.cli.list_names import TOPICS
-from stoker.trainer.cli.main import VERBS
+from stoker.trainer.cli.main import VERBS, main
 
 CHILD = """
 import contextlib, io, json, sys
@@ -69,6 +69,23 @@ def test_reports_import_no_torch(tmp_path):
     (tmp_path / "other" / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}')
     commands = [["report", str(old), "--output", "page.html"], ["compare", str(old), "other"]]
     assert [code for code, _ in answers(commands, tmp_path)] == [0, 0]
+
+
+def test_all_that_keeps_a_run_from_starting_is_told_at_once(folders, monkeypatch, capsys):
+    monkeypatch.chdir(folders)
+    keys = [
+        "train", "data=text", "model.data.path=nowhere", "model.restore_from_path=neither",
+        "exp_manager.files_to_copy=[none]", "exp_manager.resume_from_checkpoint=no", "trainer.accelerator=mps",
+        "exp_manager.explicit_log_dir=file",
+    ]  # fmt: skip
+    assert main(keys) == 2
+    error = capsys.readouterr().err
+    for words in (
+        "File exists; set exp_manager.explicit_log_dir", "cannot read nowhere", "no usable checkpoint in neither",
+        "`exp_manager.files_to_copy` (none)", "`exp_manager.resume_from_checkpoint` (no)",
+        "`trainer.accelerator` (mps)",
+    ):  # fmt: skip
+        assert words in error, error
 
 
 def test_wrong_keys_and_paths_are_reported_without_torch(folders):

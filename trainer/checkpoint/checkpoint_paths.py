@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..utils.environment import user_path
 from ..utils.errors import EXIT_IO, UserError
 
 if TYPE_CHECKING:
@@ -61,3 +63,26 @@ def _checkpoint_key(keys: ExpManagerBlock) -> str:
 def directory_key(keys: ExpManagerBlock) -> str:
     """Return the key below `exp_manager` that determines the run directory."""
     return "explicit_log_dir" if keys.explicit_log_dir else "exp_dir"
+
+
+def file_to_copy(name: str) -> Path:
+    """Return the path of an entry of `exp_manager.files_to_copy`.
+
+    Raises:
+        UserError: it is not a readable file.
+    """
+    path = user_path(name, "exp_manager.files_to_copy")
+    if not path.is_file() or not os.access(path, os.R_OK):
+        raise UserError(f"`exp_manager.files_to_copy` ({name}) is not a readable file")
+    return path
+
+
+def check_resume_path(keys: ExpManagerBlock) -> None:
+    """Check that `exp_manager.resume_from_checkpoint` is a directory.
+
+    Raises:
+        UserError: it is not.
+    """
+    start = keys.resume_from_checkpoint
+    if start and not user_path(start, "exp_manager.resume_from_checkpoint").is_dir():
+        raise UserError(f"`exp_manager.resume_from_checkpoint` ({start}): there is no such directory")

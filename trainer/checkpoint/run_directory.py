@@ -23,10 +23,10 @@ from ..config.run_paths import (
 )
 from ..config.schema.exp_manager import ExpManagerBlock
 from ..utils.durable_files import atomic_write
-from ..utils.environment import snapshot, user_path
+from ..utils.environment import snapshot
 from ..utils.errors import EXIT_IO, UserError
 from ..utils.owned_files import check_owned, open_owned
-from .checkpoint_paths import cannot_write_run, check_run_is_new, directory_key
+from .checkpoint_paths import cannot_write_run, check_resume_path, check_run_is_new, directory_key, file_to_copy
 from .run_environment import describe_environment
 
 try:
@@ -129,32 +129,18 @@ def save_run_record(
         atomic_write(directory.path / "environment.json", (json.dumps(environment, indent=2) + "\n").encode())
         for name in config.root.exp_manager.files_to_copy:
             copy = open_owned(directory.path, f"files/{Path(name).name}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-            with os.fdopen(copy, "wb") as target, _file_to_copy(name).open("rb") as source:
+            with os.fdopen(copy, "wb") as target, file_to_copy(name).open("rb") as source:
                 shutil.copyfileobj(source, target)
     except OSError as error:
         raise cannot_write_run(error, str(directory.path), config.root.exp_manager) from error
     directory.created.clear()
 
 
-def _file_to_copy(name: str) -> Path:
-    """Return the path of an entry of `exp_manager.files_to_copy`.
-
-    Raises:
-        UserError: it is not a readable file.
-    """
-    path = user_path(name, "exp_manager.files_to_copy")
-    if not path.is_file() or not os.access(path, os.R_OK):
-        raise UserError(f"`exp_manager.files_to_copy` ({name}) is not a readable file")
-    return path
-
-
 def _check_paths(keys: ExpManagerBlock, made: list[Path]) -> None:
     """Check that checkpoints can be read and written, before training starts; append created directories to `made`."""
-    start = keys.resume_from_checkpoint
-    if start and not user_path(start, "exp_manager.resume_from_checkpoint").is_dir():
-        raise UserError(f"`exp_manager.resume_from_checkpoint` ({start}): there is no such directory")
+    check_resume_path(keys)
     for name in keys.files_to_copy:
-        _file_to_copy(name)
+        file_to_copy(name)
     dirpath = keys.checkpoint_callback_params.dirpath
     if not dirpath or not keys.create_checkpoint_callback:
         return

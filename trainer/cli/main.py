@@ -273,9 +273,9 @@ def _train(args: argparse.Namespace) -> int:
         from ..train import train_as_rank
 
         return train_as_rank(config, placement).exit_code
-    from .early_checks import check_run_paths
+    from .early_checks import check_run_start
 
-    check_run_paths(config)
+    check_run_start(config)
     # User modules may have imported torch, which reads some variables once at import: `env_vars` need a new process.
     supervised = config.root.trainer.max_restarts > 0
     if supervised or not placement.is_single or (args.imports and config.root.env_vars):

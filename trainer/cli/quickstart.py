@@ -64,9 +64,9 @@ def run(args: argparse.Namespace) -> int:
     # Before torch is imported, so that a mistyped override or path fails within a second.
     experiment = "quickstart"
     config = _load(experiment, overrides)
-    from .early_checks import check_run_paths
+    from .early_checks import check_run_start
 
-    check_run_paths(config)
+    check_run_start(config)
     environment.prepare_process(config.root.env_vars)
 
     import torch

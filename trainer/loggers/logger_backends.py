@@ -140,14 +140,16 @@ def check_loggers(keys: LoggerKeys) -> None:
     """Check that the packages of the enabled loggers are installed, before anything is built.
 
     Raises:
-        UserError: a package is missing; the message has the command that installs it.
+        UserError: packages are missing; the message has the commands that install them.
     """
-    for name, backend in _enabled_backends(keys):
-        if backend.is_remote and importlib.util.find_spec(name) is None:
-            raise UserError(
-                f"`exp_manager.create_{name}_logger` needs the package {name}: pip install 'stoker[{name}]', "
-                f"or set exp_manager.create_{name}_logger=False"
-            )
+    missing = [
+        f"`exp_manager.create_{name}_logger` needs the package {name}: pip install 'stoker[{name}]', or set "
+        f"exp_manager.create_{name}_logger=False"
+        for name, backend in _enabled_backends(keys)
+        if backend.is_remote and importlib.util.find_spec(name) is None
+    ]
+    if missing:
+        raise UserError(missing)
 
 
 def open_loggers(run: LoggedRun, directory: Path, resumed_at: int) -> dict[str, MetricLogger]:
