@@ -17,7 +17,7 @@ from ..models.build import LanguageModel
 from ..models.parallel.layout import AXES
 from .callbacks.early_stopping import STOP_REASON_PREFIX, continue_hint
 from .checkpoint.reader import checkpoint_paths
-from .checkpoint.run_directory import save_run_record
+from .checkpoint.run_directory import RESOLVED_CONFIG, save_run_record
 from .config.resolved_run import ResolvedRun
 from .config.run_config import RunConfig
 from .core.run_context import RunContext, open_run
@@ -92,8 +92,8 @@ def run_training(
     """
     with open_run(config, ranks or DistributedContext(), callbacks, loggers) as run:
         state = build_training_state(run)
-        _record_start(run, state)
-        loop = build_training_loop(run, state, seconds)
+        on_first_step = _record_start(run, state)
+        loop = build_training_loop(run, state, seconds, on_first_step)
         stop_reason = _fit(run, loop)
         result = _finish(run, state, loop, stop_reason)
         if run.logger.failure is not None:
@@ -151,12 +151,28 @@ def train_in_group(
     return result
 
 
-def _record_start(run: RunContext, state: TrainingState) -> None:
-    """Write the record of the run, so that its directory is kept from here on, and log a summary."""
+def _record_start(run: RunContext, state: TrainingState) -> Callable[[], None] | None:
+    """Log a summary, and write the record of the run, so that its directory is kept from here on.
+
+    Returns:
+        A function that writes the record of a run that is resumed, to be called after its first step; None if written.
+    """
     description = json.dumps(describe_process(run.ranks, run.device, run.config.digest))
     processes = [json.loads(text) for text in run.ranks.all_gather_text(description)]
+
+    def record() -> None:
+        if run.ranks.is_rank_zero:
+            save_run_record(run.config, run.directory, run.device, processes)
+        run.report.record_start(lambda: describe_start(run, state.model))
+
+    # The record of a run that is resumed stays that of the steps it has trained, until there is one of this start.
+    defers = run.resumed is not None and (run.directory.path / RESOLVED_CONFIG).is_file()
+    if defers:
+        run.directory.created.clear()  # kept, as checkpoints may be saved there
+        run.report.keep_earlier()
+    else:
+        record()
     if run.ranks.is_rank_zero:
-        save_run_record(run.config, run.directory, run.device, processes)
         hosts = list(dict.fromkeys(process["host"] for process in processes))
         layout = {axis: size for axis in AXES if (size := run.resolved.mesh.size(axis)) > 1}
         run.events.write("start", step=run.first_step, processes=len(processes), layout=layout, hosts=hosts)
@@ -167,10 +183,10 @@ def _record_start(run: RunContext, state: TrainingState) -> None:
     for line in describe_optimizer_offload(run.resolved, state.optimizer, run.device):
         run.logger.log(line)
     flags = attention_flags(run.resolved.trainer.deterministic)
-    run.report.record(lambda: describe_start(run, state.model))
     log = run.logger.log if flags.debug else run.logger.log_to_file
     for line in (*flags.notes(), *format_selections(state.model.attention_decisions)):
         log(line)
+    return record if defers else None
 
 
 def _fit(run: RunContext, loop: TrainingLoop) -> str | None:

@@ -267,6 +267,51 @@ def test_outcomes(tmp_path: Path) -> None:
     stop = {"time": 2003.0, "event": "stop", "step": 50, "reason": f"SIGTERM on {HOST}"}
     (run / "events.jsonl").write_text(events + json.dumps(stop) + "\n")
     assert (read_run(run).outcome(), read_run(run).seconds()) == ("stopped by SIGTERM on (host) after step 50", 44.0)
+    refused = {"time": 2004.0, "event": "refused", "reason": "a key", "exit_code": 2}
+    of_agents = {"time": 2005.0, "event": "end", "step": 0, "exit_code": 2}
+    rows = [json.dumps(row) + "\n" for row in (stop, refused, of_agents)]
+    (run / "events.jsonl").write_text(events + "".join(rows))
+    assert read_run(run).outcome() == "stopped by SIGTERM on (host) after step 50"
+    (run / "events.jsonl").write_text(rows[1])
+    assert read_run(run).outcome() == "failed: a key"
+
+
+def test_a_start_that_trains_nothing_leaves_the_record(tmp_path: Path) -> None:
+    """Neither a finished run started again nor a refused resume changes what the report says of the run."""
+    run = tmp_path / "run"
+    files = [run / name for name in ("config.resolved.json", "environment.json", "report.json")]
+    run_training(tiny_config(run, exp_manager__create_report=True, trainer__max_steps=4))
+    before = [file.read_bytes() for file in files]
+    other: dict[str, Any] = {"exp_manager__create_report": True, "model__seed": 5}
+    assert run_training(tiny_config(run, **other, trainer__max_steps=4)).step == 4
+    with pytest.raises(UserError, match="does not fit"):
+        run_training(tiny_config(run, **other, model__num_layers=2))
+    assert [file.read_bytes() for file in files] == before
+    found = read_run(run)
+    assert (found.outcome(), found.warnings) == ("finished after step 4", [])
+    assert [event["event"] for event in found.events if event["event"] != "save"][-4:] == [
+        *("start", "resume", "end", "refused")
+    ]
+    assert "refused" in Page(run_page(found)).text
+    result = run_training(tiny_config(run, **other, trainer__max_steps=5))
+    assert (result.step, read_run(run).value("model.seed")) == (5, 5)
+    assert any("`model.seed` was 1234 in step-4" in warning for warning in read_run(run).warnings)
+
+
+def test_a_resumed_run_that_fails_before_its_first_step_keeps_its_configuration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError("a reason")
+
+    run = tmp_path / "run"
+    run_training(tiny_config(run, exp_manager__create_report=True, trainer__max_steps=4, model__seed=4))
+    monkeypatch.setattr("stoker.trainer.train.fit", fail)
+    with pytest.raises(ZeroDivisionError):
+        run_training(tiny_config(run, exp_manager__create_report=True, model__seed=5))
+    found = read_run(run)
+    assert (found.outcome(), found.value("model.seed")) == ("failed: ZeroDivisionError: a reason", 4)
+    assert "plan" in found.record
 
 
 def test_the_verb_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

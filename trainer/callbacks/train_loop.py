@@ -76,6 +76,7 @@ class TrainLoopCallback(pl.Callback):
         limit: when the run ends; by default after `trainer.max_steps`.
         users: the user's callbacks, which are called before this one and around its validations.
         on_shorten: called when `limit` has shortened the run.
+        on_first_step: called after the first step.
 
     Attributes:
         limit: when the run ends.
@@ -112,11 +113,13 @@ class TrainLoopCallback(pl.Callback):
         limit: StepLimit | None = None,
         users: UserCallbacks | None = None,
         on_shorten: Callable[[], None] | None = None,
+        on_first_step: Callable[[], None] | None = None,
     ) -> None:
         state = state or LoopState.model_validate({})
         self._keys = keys
         self.limit = limit or StepLimit(keys.max_steps)
         self._on_shorten = on_shorten
+        self._on_first_step = on_first_step
         self._users = users or UserCallbacks()
         self._users.load_state(state.callbacks)
         self._user_stops = False
@@ -203,6 +206,9 @@ class TrainLoopCallback(pl.Callback):
         assert isinstance(pl_module, LanguageModule)
         self._timer.end_step()
         self._take_stop(trainer)
+        if self._on_first_step is not None and pl_module.step == self._first_step + 1:
+            with self._keep_failure():
+                self._on_first_step()
         if self._save_interval is not None and self._is_saving():
             self._background_seconds += max(0.0, self._timer.last - (self._timer.median or 0.0))
         with self._report_divergence():
@@ -425,10 +431,16 @@ class TrainLoopCallback(pl.Callback):
 
     def _save_expert_load(self, *, draw: bool, last: bool = False) -> None:
         if self._expert_load is not None:
-            try:
+            with self._keep_failure():
                 self._expert_load.save(plot=draw, last=last)
-            except UserError as error:
-                self._logger.fail(error)
+
+    @contextmanager
+    def _keep_failure(self) -> Iterator[None]:
+        """Give the error of a failed write to the logger, which keeps it until the step is saved."""
+        try:
+            yield
+        except UserError as error:
+            self._logger.fail(error)
 
     @contextmanager
     def _report_divergence(self) -> Iterator[None]:

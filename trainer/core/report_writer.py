@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from ..report.run_data import RECORD_FILE
+from ..report.run_data import RECORD_FILE, read_run
 from ..utils.durable_files import atomic_write
 from ..utils.errors import UserError
 from ..utils.redaction import redact
@@ -33,6 +33,15 @@ class RunReport:
         self._log = log
         self._warned = False
         self._record: dict[str, Any] = {}
+
+    def keep_earlier(self) -> None:
+        """Keep what earlier starts have recorded, besides a failure, until `record_start`."""
+        self._try(lambda path: self._add(path, {k: v for k, v in read_run(path).record.items() if k != "failure"}))
+
+    def record_start(self, describe: Callable[[], dict[str, Any]]) -> None:
+        """Replace everything recorded by what `describe` returns, and write `report.json`."""
+        self._record = {}
+        self.record(describe)
 
     def record(self, describe: Callable[[], dict[str, Any]]) -> None:
         """Add what `describe` returns, and write `report.json`."""

@@ -302,5 +302,6 @@ def _errors_in_log(logger: RunLogger, events: RunEvents) -> Iterator[None]:
     except UserError as error:
         with suppress(UserError):  # if run.log cannot be written either, keep the original error
             logger.log_to_file("\n".join(error.lines))
-        events.write("error", reason=error.lines[0], exit_code=error.exit_code)
+        kind = "error" if events.has_started else "refused"
+        events.write(kind, reason=error.lines[0], exit_code=error.exit_code)
         raise

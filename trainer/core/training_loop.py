@@ -69,8 +69,16 @@ class TrainingLoop:
     watchdog: Watchdog
 
 
-def build_training_loop(run: RunContext, state: TrainingState, seconds: float | None = None) -> TrainingLoop:
-    """Build the training loop of a run from its step on, to be shortened if it takes more than `seconds`."""
+def build_training_loop(
+    run: RunContext,
+    state: TrainingState,
+    seconds: float | None = None,
+    on_first_step: Callable[[], None] | None = None,
+) -> TrainingLoop:
+    """Build the training loop of a run from its step on, to be shortened if it takes more than `seconds`.
+
+    `on_first_step` is called after the first step of this process.
+    """
     resolved, keys, ranks, start, log = run.resolved, run.resolved.model, run.ranks, state.start, run.logger.log
     schedule = BatchSchedule(
         keys.global_batch_size,
@@ -129,6 +137,7 @@ def build_training_loop(run: RunContext, state: TrainingState, seconds: float | 
         limit=limit,
         users=run.callbacks,
         on_shorten=lambda: _shorten(run, module, limit.max_steps),
+        on_first_step=on_first_step,
     )
     watchdog = Watchdog(timer, resolved.trainer.step_timeout, run.directory.path, ranks)
     return TrainingLoop(module, callback, saver, profilers, watchdog)

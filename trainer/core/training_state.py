@@ -153,8 +153,9 @@ def _resume(
     """Load weights and optimizer state of a checkpoint; return `start` at its step."""
     changes = check_resume_compatibility(resumed, start, run.data.tokenizer.to_dict(), run.config.root)
     load_resumed_weights(resumed, model, base, run.config.root)
-    for warning in changes:  # logged only after the weights fit
-        run.logger.log(f"warning: {warning}")
+    trains = resumed.state.step < run.resolved.trainer.max_steps
+    for change in changes:  # logged only after the weights fit
+        run.logger.log(f"warning: {change}" if trains else change)
     resumed.load_optimizer(optimizer, names_elsewhere(model))
     state = resumed.state
     run.logger.log(f"resuming from {resumed.path}, {pluralize(state.consumed_samples, 'sample')} consumed")

@@ -24,14 +24,19 @@ class RunEvents:
 
     Args:
         directory: the run directory; None, or one that does not exist, writes nothing.
+
+    Attributes:
+        has_started: `start` was written.
     """
 
     def __init__(self, directory: Path | None) -> None:
         self._directory = directory
         self._unwritten = b""
+        self.has_started = False
 
     def write(self, event: str, **values: Any) -> None:
         """Append an event with its values and the time."""
+        self.has_started |= event == "start"
         self._unwritten += json.dumps({"time": round(time.time(), 3), "event": event, **values}).encode() + b"\n"
         self.flush()
 

@@ -80,15 +80,22 @@ class RunData:
 
     def outcome(self) -> str:
         """Return how the run ended, or that it is running."""
-        ends = [event for event in self.events if event["event"] in ("start", "end", "stop", "error", "failure")]
-        last = ends[-1] if ends else {}
+        last: dict[str, Any] = {}
+        is_refused = False
+        for event in self.events:
+            if event["event"] == "start" or (event["event"] == "refused" and not last):
+                is_refused, last = False, event
+            elif event["event"] == "refused":  # with what the agents write of it, until the next start
+                is_refused = True
+            elif event["event"] in ("end", "stop", "error", "failure") and not is_refused:
+                last = event
         step = f" after step {last['step']:,}" if isinstance(last.get("step"), int) else ""
         match last.get("event"):
             case "end" if last.get("exit_code") == 0:
                 return f"finished{step}"
             case "stop":
                 return self.public(f"stopped by {last.get('reason')}{step}")
-            case "error" | "failure" | "end":
+            case "error" | "failure" | "end" | "refused":
                 reason = last.get("reason") or f"exit code {last.get('exit_code')}"
                 return self.public(f"failed{step}: {reason}")
         if failure := self.record.get("failure"):
