@@ -93,6 +93,8 @@ HAND_MADE = [
     [f"{RUN}.ema.enable=true", f"{RUN}.ema.every_n_steps=200000"],
     [f"{RUN}.resume_from_checkpoint=a", f"{RUN}.create_wandb_logger=true"],
     ["trainer.max_time='00:00:00:00'"],
+    ["trainer.max_time=00:00:05"],
+    ["trainer.max_time=5"],
     ["trainer.profiler=pytorch", "trainer.profile_steps=[8,5]"],
     ["model.memory_profile.enabled=true", "model.memory_profile.rank=3"],
     ["trainer.devices=3"],

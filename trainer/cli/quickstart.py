@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from ..utils import environment
 from ..utils.durable_files import atomic_write
 from ..utils.errors import EXIT_OK
-from ..utils.text import pluralize
+from ..utils.text import format_days, pluralize
 from .common_arguments import number_type, parse_float
 from .generate import replace_control_characters
 
@@ -234,7 +234,7 @@ def _length_overrides(config: RunConfig, pace: StepTiming, seconds: float) -> li
         "trainer.max_steps": steps,
         "trainer.val_check_interval": -(-steps // _NUM_VALIDATIONS),
         "trainer.log_every_n_steps": -(-steps // 20),
-        "trainer.max_time": f"'{latest // 86400:02}:{latest // 3600 % 24:02}:{latest // 60 % 60:02}:{latest % 60:02}'",
+        "trainer.max_time": f"'{format_days(latest)}'",
     }
     typed = {path for path, origin in config.origins.items() if origin.kind == "override"}
     return [f"{path}={value}" for path, value in values.items() if path not in typed]

@@ -10,6 +10,7 @@ from pydantic import ValidationError
 
 from ...models.config.extensions import extension_names
 from ...models.config.model import FAMILIES, Family
+from ..utils.text import format_days, parse_duration
 from . import dotted_paths
 from .dotted_paths import Tree
 from .nemo.other_frameworks import translate_values
@@ -24,6 +25,8 @@ _LARGEST = 2**63 - 1
 _SUFFIXES = {"": 1, "k": 1000, "m": 1_000_000}
 _COUNT = re.compile(r"(\d[\d,_ ]{0,20})([kKmM]?)")
 """An integer with suffix or separators: 100k, 1,000,000."""
+_DURATION = re.compile(r"(\d{1,9}(?::\d{1,9}){0,3})(?:\.0+)?")
+"""The last fields of `DD:HH:MM:SS`, at least the seconds."""
 Origins = Callable[[str], str]
 
 
@@ -143,7 +146,7 @@ def _fix(key: SchemaKey, value: Any) -> str:
         # not "leave it out": a preset may refer to another key that is null
         return "leave it out" if key.default is None else f"write {key.path}={format_value(key.default)}"
     if key.path.endswith((".max_time", ".max_time_per_run", ".train_time_interval")):
-        return "quote it: days, hours, minutes, seconds"
+        return _fix_for_duration(key, value)
     if isinstance(value, float) and value.is_integer() and accepts_value(key, int(value)):
         return f"write {key.path}={int(value)}"
     if isinstance(value, int) and not isinstance(value, bool) and key.kind == "true or false" and value in (0, 1):
@@ -151,6 +154,16 @@ def _fix(key: SchemaKey, value: Any) -> str:
     if isinstance(value, str):
         return _fix_for_text(key, value)
     return ""
+
+
+def _fix_for_duration(key: SchemaKey, value: Any) -> str:
+    """Return the fix for a `DD:HH:MM:SS` of which fields or leading zeros are missing, or given as seconds."""
+    if match := _DURATION.fullmatch(str(value)):
+        fields = ["0", "0", "0", *match[1].split(":")][-4:]
+        text = format_days(parse_duration(":".join(fields)))
+        if accepts_value(key, text):
+            return f"{key.path}={text}"
+    return f"such as {key.path}=00:04:00:00: days, hours, minutes, seconds"
 
 
 def accepts_value(key: SchemaKey, value: Any) -> bool:

@@ -37,3 +37,8 @@ def parse_duration(text: str) -> int:
     """Convert `DD:HH:MM:SS` to seconds."""
     days, hours, minutes, seconds = (int(part) for part in text.split(":"))
     return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
+
+
+def format_days(seconds: int) -> str:
+    """Format seconds as `DD:HH:MM:SS`."""
+    return f"{seconds // 86400:02}:{seconds // 3600 % 24:02}:{seconds // 60 % 60:02}:{seconds % 60:02}"
