@@ -156,7 +156,16 @@ def test_a_mean_that_is_cut_is_told(family: list[str], mean: int, longest: int, 
 
 def test_places_that_stay_empty_are_told() -> None:
     (finding,) = load(*T5, "model.data.seq_length_dec=128").findings
-    assert "adds 14 padding tokens" in finding.message
+    assert ("adds 14 padding tokens" in finding.message, finding.fix) == (True, "~model.data.seq_length_dec")
+
+
+def test_places_that_the_ranks_need_are_not_told() -> None:
+    ranks = [*T5, "trainer.devices=4", "model.context_parallel_size=4"]
+    assert problems(*ranks)["model.context_parallel_size"].fix.endswith("model.data.seq_length_dec=120")
+    assert not load(*ranks, "model.data.seq_length_dec=120").findings
+    (finding,) = load(*ranks, "model.data.seq_length_dec=128").findings
+    assert "needs 114, 120 to be a multiple of 8" in finding.message
+    assert finding.fix == "model.data.seq_length_dec=120"
 
 
 def task(*overrides: str) -> Task:

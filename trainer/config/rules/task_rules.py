@@ -83,13 +83,15 @@ def sequence_lengths_fit(context: RuleContext) -> Iterator[Finding]:
             )
         return
     if task.name == "t5" and data.geometric_dist is None and data.seq_length_dec is not None:
-        exact_length = _exact_decoder_length(context)
-        if task.decoder_length > exact_length:
+        exact, divisor = _exact_decoder_length(context), _decoder_length_divisor(context)
+        needed = -(-exact // divisor) * divisor
+        if task.decoder_length > needed:
+            ranks = f", {needed} to be a multiple of {divisor} for the ranks that share it" if needed > exact else ""
             yield Finding.info(
                 keys,
-                f"`seq_length_dec` ({task.decoder_length}) adds {task.decoder_length - exact_length} padding tokens to "
-                f"every sample: span corruption needs {exact_length}",
-                f"~{keys[0]}",
+                f"`seq_length_dec` ({task.decoder_length}) adds {task.decoder_length - exact} padding tokens to "
+                f"every sample: span corruption needs {exact}{ranks}",
+                f"{keys[0]}={needed}" if needed > exact else f"~{keys[0]}",
             )
     shortest = 1
     if task.name == "t5" and task.corruption is not None and task.window > 1:
@@ -132,6 +134,15 @@ def _exact_decoder_length(context: RuleContext) -> int:
     data = context.root.model.data.model_copy(update={"seq_length_dec": None})
     model = context.root.model.model_copy(update={"data": data})
     return task_from_keys(model).decoder_length
+
+
+def _decoder_length_divisor(context: RuleContext) -> int:
+    """Return the number of which the decoder length is a multiple with this layout (`models/parallel/rules.py`)."""
+    keys = context.root.model
+    ranks, tensor = keys.context_parallel_size, keys.tensor_model_parallel_size
+    causal = 2 * ranks if ranks > 1 else 1
+    shared = ranks * tensor // math.gcd(tensor, keys.micro_batch_size) if keys.sequence_parallel else 1
+    return math.lcm(causal, shared)
 
 
 def sentinels_suffice(context: RuleContext) -> Iterator[Finding]:
