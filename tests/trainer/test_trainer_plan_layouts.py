@@ -232,6 +232,18 @@ def test_the_report_says_who_sends_how_much_over_what(capsys: pytest.CaptureFixt
     assert 0 <= tensor["exposed"] <= tensor["seconds"]
 
 
+def test_the_option_of_gpus_is_named_and_contradicts_no_key(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *LLAMA, "model.global_batch_size=32", "--gpus", "7"]) == EXIT_BAD_INPUT
+    assert "with trainer.devices = 7 (--gpus 7 (command line))" in capsys.readouterr().err
+    for options in (["--gpus", "3"], ["--fit", "--gpus", "3"]):
+        assert main(["plan", *LLAMA, *options, "++trainer.devices=2"]) == EXIT_BAD_INPUT
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line == (
+            "`--gpus` (3) plans for trainer.devices=3, but ++trainer.devices=2 (command line) is given too; "
+            "remove one of them"
+        )
+
+
 @full_only
 def test_the_search_returns_layouts_that_are_planned_alike_with_their_keys() -> None:
     given = [*LLAMA, "model.num_layers=2", "model.encoder_seq_length=32768"]

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 from ..utils.errors import UserError
 
 if TYPE_CHECKING:
+    from ..config.draft import Draft
     from ..config.run_config import RunConfig
 
 Number = TypeVar("Number", int, float)
@@ -75,8 +76,10 @@ def add_finetune_argument(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def load_config(args: argparse.Namespace) -> RunConfig:
+def load_config(args: argparse.Namespace, apply_options: Callable[[Draft], None] | None = None) -> RunConfig:
     """Compose and validate the configuration, with `args.finetune` as `stoker finetune` does.
+
+    `apply_options` sets keys that options of the verb give, after the overrides.
 
     Raises:
         UserError: it is invalid.
@@ -85,7 +88,9 @@ def load_config(args: argparse.Namespace) -> RunConfig:
     from ..conversion.finetune_defaults import load_finetune_config
 
     load = load_finetune_config if args.finetune else load_run_config
-    return load(args.config_name, args.config_dir, args.overrides, config_path=args.config_path)
+    return load(
+        args.config_name, args.config_dir, args.overrides, config_path=args.config_path, apply_options=apply_options
+    )
 
 
 def add_checkpoint_arguments(parser: argparse.ArgumentParser) -> None:

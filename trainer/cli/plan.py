@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ from .common_arguments import add_config_arguments, add_finetune_argument, load_
 
 if TYPE_CHECKING:
     from ...models.config.key_block import Finding
+    from ..config.draft import Draft
     from ..config.run_config import RunConfig
     from ..config.schema.root import RootBlock
     from ..config.schema.trainer_and_data import TrainerBlock
@@ -68,10 +70,7 @@ def run(args: argparse.Namespace) -> int:
     """
     if args.fit and args.timeline is not None:
         raise UserError("`--timeline` draws one plan, not a search; remove --fit, and add the overrides that it prints")
-    machines = [] if args.gpus is None else _machines(args.gpus)
-    if not args.fit:
-        args.overrides = [*args.overrides, *machines]
-    config = load_config(args)
+    config = load_config(args, None if args.gpus is None else partial(_set_machines, args.gpus, is_set=not args.fit))
     # these import torch, which takes seconds: only after the configuration has been validated
     from ...models.config.families import name_stacks
     from ..core.run_summary import host_offload_keys
@@ -185,8 +184,25 @@ def _print_notes(findings: Sequence[Finding], notes: Sequence[str]) -> None:
         print("\n" + "\n".join(lines))
 
 
-def _machines(gpus: int) -> list[str]:
-    """Return the overrides for a number of GPUs.
+def _set_machines(gpus: int, draft: Draft, *, is_set: bool) -> None:
+    """Set the keys for `--gpus`, if `is_set`, and check that the command line does not contradict them.
+
+    Raises:
+        UserError: it does, or they do not fill machines of 8.
+    """
+    from ..config.dotted_paths import get
+    from ..config.overrides import ValueOverride
+
+    for key, value in _machines(gpus).items():
+        if draft.kind_of(key) == "override" and get(draft.tree, key) != value:
+            typed = draft.origin_text(key)
+            raise UserError(f"`--gpus` ({gpus}) plans for {key}={value}, but {typed} is given too; remove one of them")
+        if is_set:
+            draft.apply(ValueOverride(key, value, is_reset=False, typed=f"--gpus {gpus}"))
+
+
+def _machines(gpus: int) -> dict[str, int]:
+    """Return the values of the keys for a number of GPUs.
 
     Raises:
         UserError: they do not fill machines of 8.
@@ -194,7 +210,7 @@ def _machines(gpus: int) -> list[str]:
     if gpus < 1 or (gpus > _GPUS_PER_NODE and gpus % _GPUS_PER_NODE):
         raise UserError(f"`--gpus` ({gpus}) must be from 1 to {_GPUS_PER_NODE}, or a multiple of {_GPUS_PER_NODE}")
     nodes = -(-gpus // _GPUS_PER_NODE)
-    return [f"trainer.devices={gpus // nodes}", f"trainer.num_nodes={nodes}"]
+    return {"trainer.devices": gpus // nodes, "trainer.num_nodes": nodes}
 
 
 def _fit_layouts(args: argparse.Namespace, root: RootBlock, given: CurrentOverrides) -> int:
@@ -203,9 +219,9 @@ def _fit_layouts(args: argparse.Namespace, root: RootBlock, given: CurrentOverri
     from ..plan.planned_target import known_vocabulary, planned_target
     from ..plan.report import layout_document, layout_lines
 
-    machines = _machines(args.gpus)
-    devices, nodes = (int(override.partition("=")[2]) for override in machines)
-    root = on_machines(root, devices, nodes)
+    keys = _machines(args.gpus)
+    machines = [f"{key}={value}" for key, value in keys.items()]
+    root = on_machines(root, *keys.values())
     resolved, target = planned_target(on_machines(root, 1, 1), args.device, args.network)
     vocab_size, unknown = known_vocabulary(resolved.data)
     found = search_layouts(root, target, vocab_size)

@@ -37,6 +37,7 @@ def load_run_config(
     fill_defaults: Callable[[Draft], None] | None = None,
     config_path: Path | None = None,
     context: RunContext | None = None,
+    apply_options: Callable[[Draft], None] | None = None,
 ) -> RunConfig:
     """Compose, resolve and validate a configuration.
 
@@ -49,6 +50,7 @@ def load_run_config(
         fill_defaults: sets keys that neither files nor overrides give, before validation.
         config_path: folder of the primary file, in place of `./conf`.
         context: what `${hydra:...}` and `${now:...}` refer to; None: a run that starts now.
+        apply_options: sets keys that options of the verb give, after the overrides.
 
     Raises:
         UserError: a file or choice does not exist, or a file cannot be read.
@@ -62,6 +64,8 @@ def load_run_config(
         config_path=config_path,
         context=context,
     )
+    if apply_options is not None:
+        apply_options(draft)
     if fill_defaults is not None:
         fill_defaults(draft)
     return draft.finish(files)
