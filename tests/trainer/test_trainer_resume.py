@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from tiny_run import tiny_config
 
-from stoker.trainer.checkpoint.reader import Checkpoint, RunState
+from stoker.trainer.checkpoint.reader import Checkpoint, RunState, find_checkpoint
 from stoker.trainer.core.resume import check_resume_compatibility
 from stoker.trainer.train import TrainingResult, run_training
 from stoker.trainer.utils.errors import UserError
@@ -39,6 +39,31 @@ def test_other_data_are_named(tmp_path: Path) -> None:
     one.write_text("whether it is nobler " * 40)
     lines = refused(tmp_path / "run", model__data={"data_impl": "text", "path": str(one)})
     assert lines[1] == f"the data at `model.data.path` ({one}) have changed since"
+
+
+def test_another_tokenizer_is_named(tmp_path: Path) -> None:
+    text, step = tmp_path / "text.txt", tmp_path / "run" / "checkpoints" / "step-1"
+    text.write_text("to be or not to be " * 40)
+    data: dict[str, Any] = {"model__data": {"data_impl": "text", "path": str(text)}}
+    run(tmp_path / "run", 1, **data, model__tokenizer={"library": "char"})
+    what = f"checkpoint {step} was trained with a different tokenizer than `model.tokenizer`"
+    assert refused(tmp_path / "run", **data, model__tokenizer={"kwargs": {"a": 1}}) == [
+        what,
+        "`model.tokenizer.library` was char in step-1 and is byte-level now",
+        "`model.tokenizer.kwargs.a` was None in step-1 and is 1 now",
+        "use the same one: model.tokenizer.library=char ~model.tokenizer.kwargs.a",
+    ]
+    document = json.loads((step / "tokenizer.json").read_text())
+    checkpoint, _ = find_checkpoint(tmp_path / "run")
+    root = tiny_config(tmp_path / "run", **data, model__tokenizer={"library": "char"}).root
+    with pytest.raises(UserError, match="whose files may have changed since; use the same one"):
+        check_resume_compatibility(checkpoint, checkpoint.state, document | {"characters": ["a"]}, root)
+
+
+def test_another_vocabulary_of_mock_data_is_named(tmp_path: Path) -> None:
+    run(tmp_path / "run", 1)
+    lines = refused(tmp_path / "run", model__override_vocab_size=300)
+    assert lines[1] == "`model.override_vocab_size` was None in step-1 and is 300 now"
 
 
 def test_another_python_is_named_where_its_library_is_the_data(tmp_path: Path) -> None:

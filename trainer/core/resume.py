@@ -23,8 +23,10 @@ from ..checkpoint.run_environment import main_versions
 from ..checkpoint.writer import remove_temporaries
 from ..config import dotted_paths
 from ..config.component_keys import component_sources
+from ..config.override_typos import quoted_override
 from ..config.resolved_run import ResolvedRun
 from ..config.schema.exp_manager import ExpManagerBlock
+from ..config.schema.key_index import format_value
 from ..config.schema.root import RootBlock
 from ..conversion.adapter_weights import load_with_base
 from ..conversion.finetune_defaults import SHAPES
@@ -163,10 +165,10 @@ def _check_same_training(
             ]
         )
     if checkpoint.tokenizer_document != tokenizer_document:
-        raise UserError(
-            f"checkpoint {checkpoint.path} was trained with a different tokenizer than `model.tokenizer`; use the same "
-            "one"
-        )
+        what = f"checkpoint {checkpoint.path} was trained with a different tokenizer than `model.tokenizer`"
+        if not (cure := _undo(checkpoint, root, _selects_tokenizer)):
+            raise UserError(f"{what}, whose files may have changed since; use the same one")
+        raise UserError([what, *_changed_keys(checkpoint, root, _selects_tokenizer), f"use the same one: {cure}"])
     before, after = saved.optimizer.get("optim.name", "adamw"), current.optimizer["optim.name"]
     if before != after:
         raise UserError(
@@ -253,11 +255,24 @@ def _selects_data(path: str) -> bool:
     )
 
 
+def _selects_tokenizer(path: str) -> bool:
+    """Return True if a key selects the tokenizer, whose documents are compared without the chat template."""
+    return path.startswith("model.tokenizer.") and path != "model.tokenizer.chat_template"
+
+
+def _selects_vocabulary(path: str) -> bool:
+    """Return True if a key selects the size of the vocabulary."""
+    return _selects_tokenizer(path) or path == "model.override_vocab_size"
+
+
 def _explain_other_data(checkpoint: Checkpoint, now: RunState, root: RootBlock) -> list[str]:
     """Explain why the data of a checkpoint differ from those of the run."""
-    if changed := _changed_keys(checkpoint, root, _selects_data):
-        return changed
     data = root.model.data
+    is_mock = data.data_impl == "mock"  # made for the vocabulary
+    if changed := _changed_keys(
+        checkpoint, root, lambda path: _selects_data(path) or (is_mock and _selects_vocabulary(path))
+    ):
+        return changed
     if data.data_impl in ("pystd", "pystd_docstring"):
         return [
             f"`{data.data_impl}` reads the standard library of the running Python: "
@@ -279,13 +294,31 @@ def _changed_keys(checkpoint: Checkpoint, root: RootBlock, selected: Callable[[s
 
     None if the configuration of the checkpoint cannot be read.
     """
+    before, after = _leaves(checkpoint, root, selected)
+    return [
+        line for path in {**before, **after} for line in _change(checkpoint, path, before.get(path), after.get(path))
+    ]
+
+
+def _undo(checkpoint: Checkpoint, root: RootBlock, selected: Callable[[str], bool]) -> str:
+    """Return the overrides that give the selected keys their values in a checkpoint."""
+    before, after = _leaves(checkpoint, root, selected)
+    return " ".join(
+        quoted_override(path, format_value(before[path])) if path in before else f"~{path}"
+        for path in {**before, **after}
+        if before.get(path) != after.get(path)
+    )
+
+
+def _leaves(
+    checkpoint: Checkpoint, root: RootBlock, selected: Callable[[str], bool]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the values of the selected keys in a checkpoint and now; none if its configuration cannot be read."""
     saved = load_checkpoint_config(checkpoint)
     if saved is None:
-        return []
-    before, after = (dict(dotted_paths.leaves(each.model_dump())) for each in (saved, root))
-    return [
-        line
-        for path in {**before, **after}
-        if selected(path)
-        for line in _change(checkpoint, path, before.get(path), after.get(path))
-    ]
+        return {}, {}
+    before, after = (
+        {path: value for path, value in dotted_paths.leaves(each.model_dump()) if selected(path) and value != {}}
+        for each in (saved, root)
+    )
+    return before, after
