@@ -314,6 +314,17 @@ def test_a_resumed_run_that_fails_before_its_first_step_keeps_its_configuration(
     assert "plan" in found.record
 
 
+def test_a_record_that_cannot_be_written_costs_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise UserError("no space", 74)
+
+    run_training(tiny_config(tmp_path, trainer__max_steps=1))
+    monkeypatch.setattr("stoker.trainer.train.save_run_record", full)
+    with pytest.raises(UserError, match="no space"):
+        run_training(tiny_config(tmp_path))
+    assert (tmp_path / "checkpoints" / "step-2").is_dir()
+
+
 def test_the_verb_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     old = tmp_path / "old"
     shutil.copytree(OLD_RUN, old)
