@@ -165,6 +165,19 @@ def test_a_file_without_any_good_line_is_an_error(tmp_path: Path, capsys: pytest
     assert "holds no document; no key 'text'; set --json-key to one of 'content'" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("kept_by_earlier_version", [False, True])
+def test_a_failed_command_does_not_block_its_correction(tmp_path: Path, kept_by_earlier_version: bool) -> None:
+    (tmp_path / "a.jsonl").write_text('{"input": "a", "output": "b"}\n')
+    command = ["preprocess", str(tmp_path / "a.jsonl"), "--output-prefix", str(tmp_path / "p"), "--workers", "1"]
+    assert main(command) == 2
+    assert not (tmp_path / "p.parts").exists()
+    if kept_by_earlier_version:
+        (tmp_path / "p.parts").mkdir()
+        (tmp_path / "p.parts" / "journal.jsonl").write_text('{"command": {}}\n{"part": [0, 0], "documents": 0}\n')
+    assert main([*command, "--json-key", "input"]) == 0
+    assert texts_of(tmp_path / "p") == ["a"]
+
+
 def test_damaged_compression_is_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     texts = write_lines(tmp_path / "a.jsonl", 3000)
     data = gzip.compress((tmp_path / "a.jsonl").read_bytes())

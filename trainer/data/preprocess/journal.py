@@ -10,7 +10,7 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import IO, Any
@@ -99,7 +99,13 @@ class Journal:
         return self
 
     def __exit__(self, *exception: object) -> None:
+        if self.folder.is_dir() and not self._is_worth_keeping(self.parts.values()):
+            self.remove()  # it would only refuse the corrected command
         self._opened.close()
+
+    def _is_worth_keeping(self, entries: Iterable[Mapping[str, Any]]) -> bool:
+        """Return True if a part holds documents, or a tokenizer was trained."""
+        return (self.folder / TOKENIZER).exists() or any(entry.get("documents") for entry in entries)
 
     def _write(self, entry: Mapping[str, Any]) -> None:
         self._file.write(json.dumps(entry).encode() + b"\n")
@@ -112,7 +118,7 @@ class Journal:
         if not entries:
             return 0
         if entries[0].get("command") != identity:
-            if start_over:
+            if start_over or not self._is_worth_keeping(entries):
                 (self.folder / TOKENIZER).unlink(missing_ok=True)
                 return 0
             raise UserError(
