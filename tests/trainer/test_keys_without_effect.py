@@ -96,6 +96,15 @@ def test_a_key_without_effect_is_told(overrides: list[str], key: str) -> None:
     assert warned == [key]
 
 
+@pytest.mark.parametrize(
+    ("overrides", "warns"),
+    [(["data=mock", "peft=lora"], True), (["experiment=llama_1b_lora"], False), (["data=mock", *LORA], False)],
+)
+def test_an_adapter_on_random_weights_is_told(overrides: list[str], warns: bool) -> None:
+    told = [one for one in load(*overrides).findings if "freezes random weights" in one.message]
+    assert [(one.level, one.fix) for one in told] == [("warning", "model.restore_from_path=FOLDER")] * warns
+
+
 @pytest.mark.parametrize("kept", [-1, 0])
 def test_ranks_that_choose_no_checkpoint_are_told(kept: int) -> None:
     given = [f"{CALLBACK}monitor=loss", f"{CALLBACK}mode=max", f"{CALLBACK}save_top_k={kept}"]

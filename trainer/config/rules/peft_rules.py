@@ -51,9 +51,10 @@ def restored_adapter_needs_scheme(context: RuleContext) -> Iterator[Finding]:
 
 
 def frozen_weights_are_pretrained(context: RuleContext) -> Iterator[Finding]:
-    """Frozen weights should be pretrained, except with mock data (for benchmarks)."""
+    """Frozen weights should be pretrained, except in benchmarks: with mock data and without checkpoints."""
     model = context.root.model
-    if model.peft.is_on and model.restore_from_path is None and model.data.data_impl != "mock":
+    is_benchmark = model.data.data_impl == "mock" and not context.root.exp_manager.create_checkpoint_callback
+    if model.peft.is_on and model.restore_from_path is None and not is_benchmark:
         yield Finding.warning(
             (_SCHEME, "model.restore_from_path"),
             f"`peft_scheme` ({model.peft.peft_scheme}) freezes random weights without `model.restore_from_path`",
