@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -256,7 +257,7 @@ def _last_line(run: RunContext, step: int, checkpoint: Path | None, stop_reason:
     where = f"; checkpoint {checkpoint}" if checkpoint else ""
     if stop_reason is None:
         return f"done after step {step:,}{where}"
-    overrides = f"exp_manager.explicit_log_dir={run.directory.path} exp_manager.resume_if_exists=True"
+    overrides = f"{shlex.quote(f'exp_manager.explicit_log_dir={run.directory.path}')} exp_manager.resume_if_exists=True"
     if stop_reason.startswith(STOP_REASON_PREFIX):  # its state is in the checkpoint, so it would stop again at once
         overrides += f" and {continue_hint(run.resolved.exp_manager.early_stopping_callback_params)}"
     return f"stopped by {stop_reason} after step {step:,}{where}; resume with {overrides}"

@@ -102,6 +102,7 @@ def test_package_and_defaults_are_taken_out() -> None:
         ("a: !!float x", "written as a number that is none", 1),
         ("a: 0x_", "written as an integer that is none", 1),
         ("a: 1\n\tb: 2", "is not YAML", 2),
+        ("a:\n\tb: 2", "there is a tab in column 1; indent with spaces", 2),
         ("defaults: 3", "`defaults` must be a list", 1),
         ("a: \x00", "is not YAML", None),
         ("<<: 3", "`<<` must name a block", 1),

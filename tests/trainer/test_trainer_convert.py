@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -167,6 +168,14 @@ def test_weights_that_have_no_place_are_told(tmp_path: Path, capsys: pytest.Capt
     change_tensors(folder, lambda tensors: tensors.update({"bert.pooler.dense.bias": torch.zeros(36)}))
     convert(folder, tmp_path / "ours", *BYTES)
     assert "skipped weights that stoker does not support: bert.pooler.dense.bias" in capsys.readouterr().out
+
+
+def test_the_command_to_train_can_be_pasted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    convert(save(random_model("bert"), tmp_path / "bert"), tmp_path / "sp ace", *BYTES)
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("train on: ")]
+    command = shlex.split(line.removeprefix("train on: "))
+    assert command[1:4] == ["train", "--config-dir", f"{tmp_path}/sp ace/conf"]
+    assert command[-1] == f"model.restore_from_path={tmp_path}/sp ace"
 
 
 def test_other_dtypes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

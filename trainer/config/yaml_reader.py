@@ -120,6 +120,10 @@ def parse_yaml(text: str, path: Path) -> YamlFile:
         mark = error.problem_mark
         line = text.splitlines()[mark.line] if mark and mark.line < len(text.splitlines()) else ""
         cure = '; inside { } and [ ], write "${name}" and "???" in quotes' if _BARE_REFERENCE.search(line) else ""
+        if mark and mark.column < len(line) and line[mark.column] == "\t":
+            raise YamlError(
+                f"is not YAML: there is a tab in column {mark.column + 1}; indent with spaces", mark.line + 1
+            ) from None
         raise YamlError(f"is not YAML: {error.problem}{cure}", mark.line + 1 if mark else None) from None
     except yaml.YAMLError as error:
         raise YamlError(f"is not YAML: {' '.join(str(error).split())}") from None

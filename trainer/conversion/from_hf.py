@@ -11,6 +11,7 @@ The result can be used like a run directory:
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -113,8 +114,8 @@ def convert_to_stoker(
         lines.append(f"skipped weights that stoker does not support: {join_names(incoming.skipped, 8)}")
     return [
         *lines,
-        f"train on: stoker train --config-dir {target}/conf model={CONVERTED} tokenizer={CONVERTED} "
-        f"model.restore_from_path={target}",
+        f"train on: stoker train --config-dir {shlex.quote(f'{target}/conf')} model={CONVERTED} "
+        f"tokenizer={CONVERTED} {shlex.quote(f'model.restore_from_path={target}')}",
     ]
 
 

@@ -12,6 +12,7 @@ import itertools
 import math
 import os
 import platform
+import shlex
 import sysconfig
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -192,14 +193,15 @@ def _how_to_train_on(path: Path) -> str:
     """Return how to train on a file that is not plain text."""
     name = path.name.lower()
     if name.endswith(_TOKEN_SUFFIXES):
-        return f"train on it with data=mmap model.data.data_prefix={path.with_suffix('')}"
+        prefix = shlex.quote(f"model.data.data_prefix={path.with_suffix('')}")
+        return f"train on it with data=mmap {prefix}"
     if name.endswith(_ARCHIVE_SUFFIXES) and not name.removesuffix(".gz").removesuffix(".zst").endswith(
         (*_RECORD_SUFFIXES, ".json")
     ):
         return "unpack it first"
     return (
-        f"run stoker preprocess {path} --output-prefix NAME, then use data=mmap model.data.data_prefix=NAME; or use "
-        "data=sft for prompts and answers (data=jsonl with a T5)"
+        f"run stoker preprocess {shlex.quote(str(path))} --output-prefix NAME, then use data=mmap "
+        "model.data.data_prefix=NAME; or use data=sft for prompts and answers (data=jsonl with a T5)"
     )
 
 
