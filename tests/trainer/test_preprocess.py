@@ -194,6 +194,7 @@ def test_damaged_compression_is_counted(tmp_path: Path, capsys: pytest.CaptureFi
     ("arguments", "message"),
     [
         (["none.jsonl"], "no file or folder none.jsonl"),
+        (["a.jsonl", "--tokenizer", "byte"], "for a token per byte, set --tokenizer byte-level"),
         (["*.jsonl.gz"], "matches no file"),
         (["a.jsonl", "a.jsonl"], "named twice"),
         (["a.pdf"], "reads .txt"),

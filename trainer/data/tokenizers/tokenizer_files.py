@@ -105,6 +105,8 @@ def load_tokenizer(name: str, named_by: str, special: SpecialTokens) -> Tokenize
             raise UserError(f"{named_by} {name} has its own end-of-document token; do not set another")
         return _own_tokenizer(name, {}, named_by)
     path = _path(name, named_by)
+    if name == "byte" and not path.exists():  # the name of the file conf/tokenizer/byte.yaml
+        raise UserError(f"{named_by} byte: there is no such file; for a token per byte, set {named_by} byte-level")
     if path.is_dir():
         if (path / TOKENIZER_JSON).is_file():
             return load_tokenizer_json(path, named_by, special)
