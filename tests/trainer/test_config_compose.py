@@ -391,6 +391,7 @@ def test_bad_yaml_names_file_and_line(tmp_path: Path) -> None:
         ("conf of mine/run.yaml", "is not an override", "write --config-dir 'conf of mine' --config-name run"),
         ("conf/my gpt.yaml", "is not an override", "write --config-dir conf --config-name 'my gpt'"),
         ("gpt.yaml", "is not an override", "write --config-dir . --config-name gpt"),
+        ("/usr/lib", "is not an override", "write --config-dir /usr/lib --config-name NAME"),
     ],
 )
 def test_unreadable_overrides(typed: str, rule: str, fix: str) -> None:

@@ -10,7 +10,7 @@ import re
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -168,6 +168,8 @@ def _missing_value_fix(word: str) -> str:
     if word.endswith((".yaml", ".yml")):
         folder, name = shlex.quote(str(PurePath(word).parent)), shlex.quote(PurePath(word).stem)
         return f"for a configuration file, write --config-dir {folder} --config-name {name}"
+    if "/" in word and PurePath(word).name and Path(word).is_dir():
+        return f"remove it, or write --config-dir {shlex.quote(word)} --config-name NAME for a configuration in it"
     if re.fullmatch(r"\+{0,2}[A-Za-z_][\w./]*", word):
         return f"write {word}=VALUE, with a value in its place"
     return _MISSING_NAME_FIX.format(quoted_override("NAME", word))
