@@ -598,6 +598,23 @@ def test_an_override_in_a_defaults_list_without_its_group_is_named(tmp_path: Pat
     assert "fix: name the group without `override`" in text
 
 
+@pytest.mark.parametrize(
+    ("entry", "says"),
+    [
+        ("override /model: gpt_tinny", ["there is no model `gpt_tinny`", "did you mean model=gpt_tiny?"]),
+        ("override /dta: mock", ["there is no group `dta`", "did you mean data?"]),
+        ("/dta: mock", ["there is no group `dta`", "did you mean data?"]),
+        ("/model: gpt_tiny", ["the group model is chosen already", "fix: - override /model: NAME"]),
+    ],
+)
+def test_a_wrong_entry_of_a_defaults_list_is_found(tmp_path: Path, entry: str, says: list[str]) -> None:
+    for text, line in ((f"defaults:\n  - {entry}\n", 3), (f"name: x\ndefaults: [{entry}]\n", 3)):
+        write(tmp_path / "experiment", "bad", f"# @package _global_\n{text}")
+        found = refusal("experiment=bad", directory=tmp_path)
+        assert re.match(rf"\S*experiment/bad.yaml:{line}: ", found), found
+        assert all(words in found for words in says), found
+
+
 def test_unquoted_list_with_spaces_is_one_problem() -> None:
     found = problems("model.optim.betas=[0.9,", "0.95]", "name=x")
     assert [*found] == ["model.optim.betas=[0.9, 0.95]"]

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from config_helpers import load
+from tiny_run import tiny_config
 
 from stoker.models import build
 from stoker.models.config.peft import LoRASlice
@@ -15,8 +17,6 @@ from stoker.trainer.config.resolved_run import resolve_run
 from stoker.trainer.core import run_checks, run_context
 from stoker.trainer.plan import run_inputs
 from stoker.trainer.train import run_training
-from tests.helpers.config_helpers import load
-from tests.helpers.tiny_run import tiny_config
 
 
 def test_slices_know_recomputation_and_offloading_of_their_layers() -> None:

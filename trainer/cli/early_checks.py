@@ -96,11 +96,12 @@ def _check_loggers(config: RunConfig) -> None:
 
 
 def _check_transformer_engine(config: RunConfig) -> None:
-    stacks = [at for at, stack in keys_by_stack(config.root.model).items() if stack.transformer_engine]
-    if stacks and find_spec("transformer_engine") is None:
+    model = config.root.model
+    stacks = [at for at, stack in keys_by_stack(model).items() if stack.transformer_engine]
+    if stacks and not model.fp8 and find_spec("transformer_engine") is None:  # without it fp8 is another question
         raise UserError(
-            f"`model.{stacks[0]}transformer_engine` (True) needs TransformerEngine, which is not installed; set "
-            f"{without_transformer_engine(config.root.model)}, or pip install 'stoker[te]'"
+            f"`model.{stacks[0]}transformer_engine` (True) is not available: TransformerEngine is not installed; use "
+            f"{without_transformer_engine(model)}, or pip install 'stoker[te]'"
         )
 
 

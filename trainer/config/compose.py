@@ -276,11 +276,22 @@ class Composer:
         if missing is None:
             found = re.match(r"(?:In '?([^':]+)'?: )?(.*)", lines[0] if lines else message)
             assert found is not None
-            fix = (
-                "name the group without `override`"
-                if "Could not override" in found[2]
-                else "correct or remove the entry"
-            )
+            fix = "correct or remove the entry"
+            if overridden := re.match(r"Could not override '([^'@]+)", found[2]):
+                groups = self._repository.get_group_options("", ObjectType.GROUP)
+                if not self.is_group(overridden[1]):
+                    near = closest(overridden[1], groups)
+                    return [
+                        f"{self._entry(overridden[1]) or f'defaults list of {found[1]}'}: there is no group "
+                        f"`{overridden[1]}`",
+                        *([f"    did you mean {near}?"] if near else []),
+                    ]
+                fix = "name the group without `override`"
+            elif (twice := re.match(r"(\S+) appears more than once", found[2])) and (at := self._entry(twice[1])):
+                return [
+                    f"{at}: the group {twice[1]} is chosen already, before this entry",
+                    f"    fix: - override /{twice[1]}: NAME",
+                ]
             return [
                 f"defaults list of {found[1] or config_name}: {found[2]}",
                 *(f"    {line}" for line in lines[1:12]),
@@ -288,7 +299,7 @@ class Composer:
             ]
         where, group, name = missing.groups()
         where = config_name if where == "hydra/config" else where  # an `override` of the user's file
-        origin = f"defaults list of {where}" if where else "defaults list"
+        origin = self._entry(group, name) or (f"defaults list of {where}" if where else "defaults list")
         if group and self.is_group(group):
             return self._no_option(group, name, origin)
         groups = self._repository.get_group_options("", ObjectType.GROUP)
@@ -297,6 +308,22 @@ class Composer:
             f"{origin}: there is no {f'group `{group}`' if group else f'file `{name}`'}",
             *([f"    did you mean {near}?"] if near else []),
         ]
+
+    def _entry(self, group: str, name: str = "") -> str:
+        """Return file and line of the last entry with a group, and name, in the defaults lists of the user's files that
+        have been read; empty if there is none.
+        """
+        value = re.escape(name) or r"[^\s{]"
+        choice = rf"(?:override\s+)?/?{re.escape(group or '')}(?:@\S+)?\s*:\s*{value}"
+        entry, found = re.compile(rf"\s*(?:-|defaults\s*:\s*\[(?:.*,)?)\s*{choice}"), ""
+        for config_path in self._repository.loaded:
+            file = next(source for source in self._sources if source.is_config(config_path)).read(config_path)
+            if file.path.is_relative_to(PACKAGED_CONF) or not file.defaults:
+                continue
+            for number, line in enumerate(file.path.read_text(encoding="utf-8").splitlines(), 1):
+                if entry.match(line):
+                    found = f"{display_path(file.path)}:{number}"
+        return found
 
     def _merge(self, composition: Composition, config_path: str, package: str) -> None:
         source = next(source for source in self._sources if source.is_config(config_path))

@@ -36,6 +36,11 @@ class Repository(ConfigRepository):
         self._loaded: dict[str, ConfigResult | None] = {}
         self.num_reads = 0
 
+    @property
+    def loaded(self) -> list[str]:
+        """Config paths of the files that have been loaded."""
+        return [config_path for config_path, result in self._loaded.items() if result is not None]
+
     def initialize_sources(self, config_search_path: ConfigSearchPath) -> None:
         """Do nothing: the sources are set in the constructor."""
 
