@@ -31,16 +31,6 @@ def checkpoints(run: Path) -> list[str]:
     return sorted(path.name for path in (run / "checkpoints").iterdir())
 
 
-def test_groups_of_a_second_run_in_a_process_have_other_names(tmp_path):
-    names = []
-    for run in ("first", "second"):
-        init_distributed(0, 1, 0, store=FileStore(str(tmp_path / run), 1), timeout=600)
-        groups = dist.group.WORLD, dist.new_group([0])
-        names += [group.group_name for group in groups if isinstance(group, dist.ProcessGroup)]
-        shutdown_distributed()
-    assert len(set(names)) == 4
-
-
 def test_lightning_reduces_and_broadcasts_as_asked(tmp_path):
     operations = ("mean", "avg", "sum", "max", "min", dist.ReduceOp.MAX, dist.ReduceOp.AVG, None)
 

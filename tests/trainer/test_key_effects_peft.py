@@ -185,6 +185,7 @@ def test_what_has_no_effect_is_warned_of(overrides: list[str], key: str) -> None
 
 BIAS = ("num_moe_experts=4", "moe_router_score_function=sigmoid", "moe_router_enable_expert_bias=true")
 RATE = "moe_router_bias_update_rate=0.1"
+NO_CHECKPOINT = "exp_manager.create_checkpoint_callback=false"
 SELECTIVE = "model.peft.peft_scheme=selective", AT + "selective_tuning.tunable_base_param_names="
 
 
@@ -193,14 +194,15 @@ SELECTIVE = "model.peft.peft_scheme=selective", AT + "selective_tuning.tunable_b
     [
         (["peft=lora", BASE, RATE], ["moe_router_bias_update_rate"]),
         (["peft=lora", BASE], []),  # the biases of the base choose
-        (["peft=lora", "model.data.data_impl=mock"], ["moe_router_enable_expert_bias"]),
+        (["peft=lora", "model.data.data_impl=mock", NO_CHECKPOINT], ["moe_router_enable_expert_bias"]),
         ([SELECTIVE[0], SELECTIVE[1] + "[attention]", BASE, RATE], ["moe_router_bias_update_rate"]),
         ([SELECTIVE[0], SELECTIVE[1] + "[mlp]", BASE, RATE], []),
         ([SELECTIVE[0], SELECTIVE[1] + "[layers.0.mlp.router]", BASE, RATE], []),
     ],
 )
 def test_a_bias_that_stays_is_told(overrides: list[str], keys: list[str]) -> None:
-    given = [key if key.startswith(("model.", "peft=")) else f"model.{key}" for key in (*BIAS, *overrides)]
+    whole = ("model.", "peft=", "exp_manager.")
+    given = [key if key.startswith(whole) else f"model.{key}" for key in (*BIAS, *overrides)]
     findings = load(*given, "model.moe_aux_loss_coeff=0.01").findings
     assert [finding.keys[0] for finding in findings if finding.level == "warning"] == [f"model.{key}" for key in keys]
     assert all("which trains no router" in finding.message for finding in findings if finding.level == "warning")

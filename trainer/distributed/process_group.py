@@ -157,16 +157,9 @@ def init_distributed(
 
 
 def shutdown_distributed() -> None:
-    """Destroy the process group; later ones of this process get other names.
-
-    torch names groups by their count, and its symmetric memory keeps the store of a name: with the store of a destroyed
-    group the ranks of a second run would wait for each other for ever.
-    """
+    """Destroy the process group."""
     if dist.is_initialized():
-        world = dist.distributed_c10d._world
-        count = world.group_count
         dist.destroy_process_group()
-        world.group_count = count
 
 
 def describe_process(ranks: DistributedContext, device: torch.device, digest: str) -> dict[str, Any]:
