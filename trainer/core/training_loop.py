@@ -320,7 +320,7 @@ def _build_save(
         return None
 
     def save(step: int, metrics: Mapping[str, float], loop: LoopState) -> Path:
-        module.wait_for_weights()
+        module.wait_for_weights()  # those that other ranks have updated may be on their way
         run_state = start.model_copy(
             update={
                 "step": step,
