@@ -117,6 +117,7 @@ def test_wrong_keys_and_paths_are_reported_without_torch(folders):
         "report folder": "it holds neither config.resolved.json nor metrics.jsonl",
         "compare folder nowhere": "folder: neither a run directory nor the directory of a sweep",
         "doctor --nothing": "unknown: --nothing",
+        "config --verbose": "fix: `stoker config --help` lists the options",
     }
     found = answers([case.split() for case in cases], folders)
     for (case, message), (code, error) in zip(cases.items(), found, strict=True):

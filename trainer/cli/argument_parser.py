@@ -17,6 +17,8 @@ _UNKNOWN_PREFIX = "unrecognized arguments: "
 _CHOICE = re.compile(r"argument (?P<option>\S+): invalid choice: '(?P<value>.*)' \(choose from ")
 _SYNONYMS = (("--arch", "--device", "--gpu", "--gpus"), ("--model", "--checkpoint", "--path"))
 """Options that mean much the same, each of some verbs."""
+_COMMON_OPTIONS = ("--verbose", "--quiet", "--debug")
+"""Options of many programs that no verb has: no key with that name is meant."""
 _HYDRA_OPTIONS = {
     "--run": "leave it out: a single run needs no option",
     "-r": "leave it out: a single run needs no option",
@@ -88,6 +90,8 @@ class ArgumentParser(argparse.ArgumentParser):
         next_value = rest[0] if rest and "=" not in rest[0] and not rest[0].startswith("-") else "VALUE"
         if name in _HYDRA_OPTIONS and any(action.dest == "overrides" for action in self._actions):
             return _HYDRA_OPTIONS[name]
+        if name in _COMMON_OPTIONS:
+            return ""
         options = [text for action in self._actions for text in action.option_strings if text.startswith("--")]
         if match := closest(name, options) if name.startswith("-") else None:
             return f"did you mean {match}?"

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
@@ -212,8 +213,8 @@ class Composer:
         local_file = Path(f"{config_name}.yaml")
         if local_file.is_file():
             lines.append(
-                f"    {display_path(local_file)} exists: --config-dir {local_file.parent} --config-name "
-                f"{local_file.stem}"
+                f"    {display_path(local_file)} exists: --config-dir {shlex.quote(str(local_file.parent))} "
+                f"--config-name {shlex.quote(local_file.stem)}"
             )
         lines.append("    searched: " + ", ".join(map(display_path, self.directories)))
         lines.append("    found: " + (", ".join(names) or "nothing"))

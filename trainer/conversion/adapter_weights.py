@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -56,7 +57,8 @@ def load_pretrained_adapter(
     checkpoint, complaints = find_checkpoint(path)
     yield from complaints
     if not checkpoint.is_adapter:
-        raise UserError(f"`{RESTORE_KEY}`: {checkpoint.path} holds a whole model; set model.restore_from_path={path}")
+        cure = shlex.quote(f"model.restore_from_path={path}")
+        raise UserError(f"`{RESTORE_KEY}`: {checkpoint.path} holds a whole model; set {cure}")
     if base is not None:
         yield from _check_trained_on(checkpoint, base)
     checkpoint.load_weights(model, cast=True)
@@ -86,9 +88,10 @@ def _check_trained_on(checkpoint: Checkpoint, base: PretrainedWeights) -> Iterat
     scheme = checkpoint_config(checkpoint).root.model.peft.peft_scheme
     raise UserError(
         f"`{RESTORE_KEY}`: {both}, whose weights differ (first in {different}); set "
-        f"model.restore_from_path={recorded.path}"
+        + shlex.quote(f"model.restore_from_path={recorded.path}")
         + (
-            f"; to use it with these weights anyway: stoker convert {checkpoint.path} FOLDER, then {RESTORE_KEY}=FOLDER"
+            f"; to use it with these weights anyway: stoker convert {shlex.quote(str(checkpoint.path))} FOLDER, then "
+            f"{RESTORE_KEY}=FOLDER"
             if scheme in _HF_PEFT_SCHEMES
             else ""
         )
