@@ -103,7 +103,7 @@ def test_order_is_uniform() -> None:
 
 
 def test_golden_order() -> None:
-    """What a checkpoint's data position means must never change."""
+    """The meaning of a checkpoint's data position must never change."""
     samples = TrainingWindows(np.arange(100), 10, seed=1234)
     assert [samples.starts(epoch).tolist() for epoch in (0, 1)] == GOLDEN_STARTS
     assert MockSamples(1000, 4, seed=1234, samples=10).batch(3, 1).tokens.tolist() == GOLDEN_MOCK

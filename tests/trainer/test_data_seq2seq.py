@@ -74,7 +74,7 @@ def byte_level(*special: str) -> Tokenizer:
 
 
 def rows_of(batch: dict[str, torch.Tensor]) -> list[tuple[list[int], list[int]]]:
-    """What the encoder reads and the decoder writes, row by row, without padding, of unpacked rows."""
+    """Return what the encoder reads and the decoder writes, row by row, without padding, of unpacked rows."""
     shown = batch.get("encoder_padding", torch.ones_like(batch["encoder_tokens"], dtype=torch.bool))
     return [
         (tokens[mask].tolist(), labels[labels != IGNORE_INDEX].tolist())
@@ -412,7 +412,7 @@ class TestBert:
 
 
 def test_draws_are_words_of_the_raw_stream() -> None:
-    """What a position draws must never change: it is part of what a checkpoint resumes."""
+    """The draws of a position must never change: it is part of what a checkpoint resumes."""
     data = build_data(root(length=32, data_impl="mock", mean_ngram_size=3.0))
     assert data.train.batch(5, 1)["encoder_tokens"][0, :4].tolist() == [
         int(word % np.uint64(384)) for word in philox_generator(7, 5, 0).random_raw(4)

@@ -1,4 +1,4 @@
-"""What each rank holds of the parameters, as a run tells it."""
+"""The part of the parameters that each rank holds, as a run tells it."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ def step(directory: Path, number: int) -> Path:
 
 
 def figures(directory: Path) -> list[dict[str, Any]]:
-    """What metrics.jsonl says, without clocks and sizes."""
+    """Return the lines of metrics.jsonl, without clocks and sizes."""
     kept = ("step", "loss", "grad_norm", "lr", "consumed_samples", "val_loss", "bits_per_byte", "skipped_steps")
     lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     return [{name: line[name] for name in kept if name in line} for line in lines]
