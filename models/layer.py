@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,7 @@ from .layers.dropout import (
     MLP_ADAPTER,
     MLP_OUTPUT,
     DropoutMask,
+    LayerDropout,
     require_dropout,
 )
 from .layers.fp8_linear import reads_source
@@ -56,7 +57,22 @@ from .layers.self_attention import (
 )
 from .memory.recompute import RecomputableModule, run_with_recompute, should_recompute
 from .moe.moe_layer import MoE, build_moe, expert_rows, moe_memory, moe_traffic, moe_weights, runs_eager_experts
+from .moe.router import Routing
 from .parallel.traffic import Collective, recomputed
+
+
+class RoutedTokens(NamedTuple):
+    """What a layer has computed before its experts run.
+
+    Attributes:
+        residual: residual stream (batch, tokens, hidden_size).
+        tokens: input of the experts, (batch, tokens, hidden_size).
+        routing: experts of each token.
+    """
+
+    residual: Tensor
+    tokens: Tensor
+    routing: Routing
 
 
 class Layer(RecomputableModule):
@@ -135,11 +151,65 @@ class Layer(RecomputableModule):
             self.mlp.update_statistics(sums)
 
     def _run(self, hidden: Tensor, context: LayerContext) -> tuple[Tensor, Tensor | None]:
+        if isinstance(self.mlp, MoE) and not self.mlp.is_recomputed:
+            routed = self.route(hidden, context)
+            return self.run_experts(routed, context.dropout), routed.routing.statistics
+        layer_input, hidden = hidden, self._run_attention(hidden, context)
+        if isinstance(self.mlp, MoE):
+            read = self._branch_input(self.mlp_norm, hidden, layer_input, None)
+            options: Any = {"batch": context.batch, "use_capacity": context.kind != "generation"}
+            residual = read.residual if self._adds_mlp_output else None
+            output, sums = self.mlp.forward_with_statistics(
+                read.hidden, _routed(context), read.norm, **options, residual=residual, dropout=context.dropout
+            )
+        else:
+            read, sums = self._branch_input(self.mlp_norm, hidden, layer_input, self.mlp.up), None
+            residual = read.residual if self._adds_mlp_output else None
+            output = self.mlp(read.hidden, read.norm, residual, context.dropout, read.source)
+        return self._after_mlp(read.residual, output, context.dropout), sums
+
+    def route(self, hidden: Tensor, context: LayerContext) -> RoutedTokens:
+        """Run a layer with experts up to them: attention, norm and router.
+
+        Args:
+            hidden: (batch, tokens, hidden_size).
+            context: all other inputs.
+        """
+        assert isinstance(self.mlp, MoE)
+        layer_input, hidden = hidden, self._run_attention(hidden, context)
+        read = self._branch_input(self.mlp_norm, hidden, layer_input, None, has_several_readers=True)
+        real, batch = _routed(context), len(hidden) if context.batch is None else context.batch
+        routing = self.mlp.route(
+            read.hidden if read.second_hidden is None else read.second_hidden,
+            None if real is None else real.flatten(),
+            batch,
+            context.dropout,
+            context.kind != "generation",
+        )
+        return RoutedTokens(read.residual, read.hidden, routing)
+
+    def run_experts(self, routed: RoutedTokens, dropout: LayerDropout | None) -> Tensor:
+        """Return the new residual stream (batch, tokens, hidden_size) from what `route` has returned."""
+        assert isinstance(self.mlp, MoE)
+        residual, tokens, routing = routed
+        output = self.mlp.run_experts(tokens, routing, residual if self._adds_mlp_output else None, dropout)
+        return self._after_mlp(residual, output, dropout)
+
+    @property
+    def _fuses_residual(self) -> bool:
+        """True if residual adds are fused into the output projections where no norm or adapter comes in between."""
+        return self.block != "post_ln" and not (self.training and self.dropout)
+
+    @property
+    def _adds_mlp_output(self) -> bool:
+        """True if the MLP adds its output to the residual stream."""
+        return self._fuses_residual and self.mlp_adapter is None
+
+    def _run_attention(self, hidden: Tensor, context: LayerContext) -> Tensor:
+        """Run the residual branches of attention and cross-attention."""
         layer_input = hidden
-        # The residual add is fused into the output projection if no dropout, norm or adapter comes in between.
-        fusable = self.block != "post_ln" and not (self.training and self.dropout)
         read = self._branch_input(self.attention_norm, hidden, layer_input, self.attention.qkv)
-        fused = fusable and self.attention_adapter is None and self.attention_output_norm is None
+        fused = self._fuses_residual and self.attention_adapter is None and self.attention_output_norm is None
         residual = read.residual if fused else None
         output = self.attention(read.hidden, context, read.norm, residual, read.source)
         dropout = context.dropout
@@ -152,38 +222,22 @@ class Layer(RecomputableModule):
         if self.cross_attention is not None and self.cross_attention_norm is not None:
             read = self._branch_input(self.cross_attention_norm, hidden, layer_input, self.cross_attention.query)
             output_norm = self.cross_attention_output_norm
-            fused = fusable and output_norm is None
+            fused = self._fuses_residual and output_norm is None
             residual = read.residual if fused else None
             hidden = self.cross_attention(read.hidden, context, read.norm, residual, read.source)
             if not fused:
                 mask = None if dropout is None else dropout.of_stream(CROSS_ATTENTION_OUTPUT)
                 hidden = self._add_residual(read.residual, hidden, self.cross_attention_norm, mask, output_norm)
-        sums = None
-        fused = fusable and self.mlp_adapter is None
-        if isinstance(self.mlp, MoE):
-            read = self._branch_input(
-                self.mlp_norm, hidden, layer_input, None, has_several_readers=not self.mlp.recompute
-            )
-            output, sums = self.mlp.forward_with_statistics(
-                read.hidden,
-                context.padding if context.routed is None else context.routed,
-                read.norm,
-                batch=context.batch,
-                use_capacity=context.kind != "generation",
-                router_input=read.second_hidden,
-                residual=read.residual if fused else None,
-                dropout=dropout,
-            )
-        else:
-            read = self._branch_input(self.mlp_norm, hidden, layer_input, self.mlp.up)
-            residual = read.residual if fused else None
-            output = self.mlp(read.hidden, read.norm, residual, dropout, read.source)
-        if fused:
-            return output, sums
+        return hidden
+
+    def _after_mlp(self, residual: Tensor, output: Tensor, dropout: LayerDropout | None) -> Tensor:
+        """Return the new residual stream from the output of the MLP, to which it may have been added."""
+        if self._adds_mlp_output:
+            return output
         if self.mlp_adapter is not None:
             output = self.mlp_adapter(output, None if dropout is None else dropout.of_stream(MLP_ADAPTER))
         mask = None if dropout is None else dropout.of_stream(MLP_OUTPUT)
-        return self._add_residual(read.residual, output, self.mlp_norm, mask), sums
+        return self._add_residual(residual, output, self.mlp_norm, mask)
 
     def _branch_input(
         self,
@@ -235,6 +289,11 @@ class Layer(RecomputableModule):
         else:
             hidden = hidden + output
         return norm(hidden) if self.block == "post_ln" else hidden
+
+
+def _routed(context: LayerContext) -> Tensor | None:
+    """Return a mask of the tokens that are routed to experts; None: all are."""
+    return context.padding if context.routed is None else context.routed
 
 
 def build_layer(

@@ -18,7 +18,7 @@ from ..layers.mlp import MLP, build_mlp, mlp_memory, mlp_traffic, mlp_weights
 from ..memory.recompute import RecomputableModule, run_with_recompute
 from ..parallel.traffic import Collective, CommunicationAxis
 from .experts import Experts, build_experts
-from .router import STATISTIC_NAMES, Router, build_router, router_saved_bytes
+from .router import STATISTIC_NAMES, Router, Routing, build_router, router_saved_bytes
 
 
 class MoE(RecomputableModule):
@@ -81,7 +81,6 @@ class MoE(RecomputableModule):
         *,
         batch: int | None = None,
         use_capacity: bool = True,
-        router_input: Tensor | None = None,
         residual: Tensor | None = None,
         dropout: LayerDropout | None = None,
     ) -> tuple[Tensor, Tensor]:
@@ -95,8 +94,6 @@ class MoE(RecomputableModule):
             batch: samples of `hidden`, if it is sharded over tokens; None if not.
             use_capacity: apply the capacity factor, if there is one. Off in generation, whose output must not depend on
                 the other sequences of the batch.
-            router_input: a second handle on `hidden` for the router, so that its gradient arrives separately; None
-                without.
             residual: residual stream to add the output to, shaped like `hidden`; None without.
             dropout: dropouts of the layer in this forward; None outside training or without dropout.
 
@@ -110,7 +107,7 @@ class MoE(RecomputableModule):
                 self._run, self.preserve_rng_state, hidden, real, norm, samples, use_capacity, dropout=dropout
             )
             return (output if residual is None else residual + output), sums
-        return self._run(hidden, real, norm, samples, use_capacity, router_input, residual, dropout)
+        return self._run(hidden, real, norm, samples, use_capacity, residual, dropout)
 
     def update_statistics(self, statistics: Tensor) -> None:
         """Accumulate the router statistics of one training forward."""
@@ -126,14 +123,27 @@ class MoE(RecomputableModule):
         norm: Callable[[Tensor], Tensor] | None,
         batch: int,
         use_capacity: bool,
-        router_input: Tensor | None = None,
         residual: Tensor | None = None,
         dropout: LayerDropout | None = None,
     ) -> tuple[Tensor, Tensor]:
-        tokens = (hidden if norm is None else norm(hidden)).flatten(0, 1)
-        router_tokens = tokens if router_input is None else router_input.flatten(0, 1)
-        routed = self.router(
-            router_tokens,
+        tokens = hidden if norm is None else norm(hidden)
+        routing = self.route(tokens, real, batch, dropout, use_capacity)
+        return self.run_experts(tokens, routing, residual, dropout), routing.statistics
+
+    def route(
+        self, hidden: Tensor, real: Tensor | None, batch: int, dropout: LayerDropout | None, use_capacity: bool = True
+    ) -> Routing:
+        """Choose the experts of tokens (batch, tokens, hidden_size); others as in `forward_with_statistics`.
+
+        Args:
+            hidden: the tokens, normed.
+            real: `padding`, flattened.
+            batch: samples of the tokens.
+            dropout: dropouts of the layer.
+            use_capacity: apply the capacity factor, if there is one.
+        """
+        return self.router(
+            hidden.flatten(0, 1),
             self.expert_bias,
             self.loss_share,
             real,
@@ -141,18 +151,22 @@ class MoE(RecomputableModule):
             noise=None if dropout is None else dropout.of_stream(ROUTER_NOISE),
             use_capacity=use_capacity,
         )
-        if residual is not None and self.shared is None:
-            output = self.experts.add_to_residual(residual.flatten(0, 1), tokens, routed, dropout)
-            return output.view_as(hidden), routed.statistics
-        shared = self.shared
+
+    def run_experts(
+        self, hidden: Tensor, routing: Routing, residual: Tensor | None, dropout: LayerDropout | None
+    ) -> Tensor:
+        """Return the output of the experts chosen for normed tokens (batch, tokens, hidden_size), plus `residual`."""
+        tokens, shared = hidden.flatten(0, 1), self.shared
+        if residual is not None and shared is None:
+            return self.experts.add_to_residual(residual.flatten(0, 1), tokens, routing, dropout).view_as(hidden)
         if shared is None:
-            output = self.experts(tokens, routed, dropout=dropout)
+            output = self.experts(tokens, routing, dropout=dropout)
         else:
             output = self.experts(
-                tokens, routed, lambda: shared(tokens.view_as(hidden), dropout=dropout).flatten(0, 1), dropout
+                tokens, routing, lambda: shared(tokens.view_as(hidden), dropout=dropout).flatten(0, 1), dropout
             )
         output = output.view_as(hidden)
-        return (output if residual is None else residual + output), routed.statistics
+        return output if residual is None else residual + output
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Move or cast the module, keeping its buffers in fp32.

@@ -17,13 +17,13 @@ from stoker.models.config.families import family_slice
 from stoker.models.config.gpt import GPTKeys
 from stoker.models.gpt import GPT
 from stoker.models.layers.compiling import configure_dynamo
-from stoker.models.layers.dropout import DropoutMask
+from stoker.models.layers.dropout import DropoutMask, LayerDropout
 from stoker.models.layers.norm import BranchInput, RMSNorm
 from stoker.models.memory import recompute
 from stoker.models.moe import router as router_module
 from stoker.models.moe.experts import Experts
 from stoker.models.moe.moe_layer import MoE, find_moe_layers
-from stoker.models.moe.router import STATISTIC_NAMES
+from stoker.models.moe.router import STATISTIC_NAMES, Routing
 from stoker.models.recompute.analysis import modules_with_rng
 
 EXPERTS, TOKENS, VOCAB = 4, 16, 100
@@ -149,18 +149,20 @@ def test_the_experts_add_to_the_stream_where_nothing_is_between(
 ) -> None:
     """And a step is the same as where the layer adds what they give."""
     added: list[bool] = []
-    to_stream, run = Experts.add_to_residual, MoE.forward_with_statistics
+    to_stream, run = Experts.add_to_residual, MoE.run_experts
     monkeypatch.setattr(Experts, "add_to_residual", lambda self, *given: added.append(True) or to_stream(self, *given))
     ours = gpt(normalization="rmsnorm", **keys)
     told = train(ours)
     assert bool(added) == together
     apart = gpt(normalization="rmsnorm", **keys)
 
-    def runs_apart(self: MoE, *given: Any, onto: Tensor | None = None, **more: Any) -> tuple[Tensor, Tensor]:
-        output, sums = run(self, *given, **more)
-        return (output if onto is None else onto + output), sums
+    def runs_apart(
+        self: MoE, hidden: Tensor, routing: Routing, residual: Tensor | None, dropout: LayerDropout | None
+    ) -> Tensor:
+        output = run(self, hidden, routing, None, dropout)
+        return output if residual is None else residual + output
 
-    monkeypatch.setattr(MoE, "forward_with_statistics", runs_apart)
+    monkeypatch.setattr(MoE, "run_experts", runs_apart)
     torch.testing.assert_close(told, train(apart), rtol=1e-12, atol=0.0)
     expected = gradients(apart)
     for name, gradient in gradients(ours).items():
@@ -200,8 +202,8 @@ def test_norms_fork_where_the_stream_is_kept_anyway(
 
 def test_recompute_runs_the_experts_again_in_training_only(monkeypatch: pytest.MonkeyPatch) -> None:
     runs: list[bool] = []
-    run = MoE._run
-    monkeypatch.setattr(MoE, "_run", lambda self, *given, **more: runs.append(True) or run(self, *given, **more))
+    run = MoE.run_experts
+    monkeypatch.setattr(MoE, "run_experts", lambda *given: runs.append(True) or run(*given))
     model = gpt(moe_layer_recompute=True)
     train(model)
     assert len(runs) == 4
