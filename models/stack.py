@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -17,6 +18,7 @@ from .dispatch.attention_calls import CallKind
 from .fused_decoding import fused_decode_step
 from .kv_cache import CrossAttentionCache, LayerKVCache
 from .layer import Layer, build_layer, layer_weights
+from .layer_graphs import Capture, LayerGraphs, LayerPart
 from .layers.attention import Backends
 from .layers.attention_bias import ScoreBias, ScoreBiasModule, build_score_bias, position_bias_parameters
 from .layers.compiling import configure_dynamo
@@ -85,6 +87,7 @@ class Stack(RecomputableModule):
         self.score_positions = score_positions
         self.fp32_residual = fp32_residual
         self._compiled_step: Callable[..., Tensor] | None = None
+        self._compile: Callable[..., Any] | None = None
         self._has_dropout: bool | None = None
 
     def begin(
@@ -284,11 +287,51 @@ class Stack(RecomputableModule):
         """
         exchanges = (layer.mlp.experts for layer in self.layers if isinstance(layer.mlp, MoE))
         configure_dynamo(traces_counts=any(experts.ranks is not None for experts in exchanges))
+        self._compile = partial(torch.compile, fullgraph=fullgraph, dynamic=False)
         for module in (*self.layers, *([] if self.final_norm is None else [self.final_norm])):
             if has_hooks:
-                module.forward = torch.compile(module.forward, fullgraph=fullgraph, dynamic=False)
+                module.forward = self._compile(module.forward)
             else:
                 module.compile(fullgraph=fullgraph, dynamic=False)
+
+    def capture_layers(self, capture: Capture, on_failure: Callable[[Exception], None]) -> None:
+        """Run the layers by CUDA graphs in training, up to experts of which other ranks have some, see `LayerGraphs`.
+
+        To be called once, after `compile_layers`, which must have been told of hooks.
+        """
+        layers = [cast(Layer, layer) for layer in self.layers]
+        parts = [_capturable_part(layer, self._compile) for layer in layers]
+        graphs = LayerGraphs([part for _, part in parts], capture, on_failure)
+        for number, (layer, (name, part)) in enumerate(zip(layers, parts, strict=True)):
+            setattr(layer, name, partial(_run_captured, graphs, number, layer, part.run))
+
+
+def _capturable_part(layer: Layer, compile_: Callable[..., Any] | None) -> tuple[str, LayerPart]:
+    """Return the method of a layer that has fixed shapes, by its name, and compiled as the layer is."""
+    if _has_fixed_shapes(layer):
+        return "forward", LayerPart(layer.forward, lambda: list(layer.parameters()))
+    if compile_ is not None:
+        layer.__dict__.pop("forward")  # compiled as a whole
+        layer.route, layer.run_experts = compile_(layer.route), compile_(layer.run_experts)
+
+    def parameters() -> list[nn.Parameter]:
+        others = "mlp.experts.", "mlp.shared.", "mlp_adapter."
+        return [parameter for name, parameter in layer.named_parameters() if not name.startswith(others)]
+
+    return "route", LayerPart(layer.route, parameters)
+
+
+def _has_fixed_shapes(layer: Layer) -> bool:
+    """Return False if what a layer computes depends on how many tokens come from other ranks to its experts."""
+    return not isinstance(layer.mlp, MoE) or layer.mlp.experts.ranks is None
+
+
+def _run_captured(
+    graphs: LayerGraphs, number: int, layer: Layer, run: Callable[..., Any], hidden: Tensor, context: LayerContext
+) -> Any:
+    if not should_recompute(layer):
+        return run(hidden, context)
+    return graphs.run(number, hidden, context)
 
 
 def _run_layer_cached(layer: Layer, hidden: Tensor, context: LayerContext) -> Tensor:

@@ -88,6 +88,7 @@ FSDP = ["model.fsdp=true"]
 NCCL = "model.copy_engine_collectives=false"
 AT_ONCE = "model.optim.overlap_param_sync=false"
 BF16_SUMS = ["model.fsdp_grad_reduce_dtype=bf16"]
+GRAPHS = ["model.enable_cuda_graph=true"]
 
 
 def tensor(ranks: int = 2) -> list[str]:
@@ -150,6 +151,10 @@ TWO: dict[str, list[str]] = {
     "flex": expert("flex"),
     "flex, full": [*expert("flex"), *FSDP],
     "flex, sequence": [*expert("flex"), *sequence()],
+    "ddp, graphs": GRAPHS,
+    "zero1, graphs": [*ZERO1, *GRAPHS],
+    "alltoall, graphs": [*expert(), *GRAPHS],
+    "flex, zero1, graphs": [*expert("flex"), *ZERO1, *GRAPHS],
 }
 FOUR: dict[str, list[str]] = {
     "ddp": [],
@@ -193,7 +198,7 @@ OVERLAPS = ["overlap", "overlapped gathers", "overlapped scatters"]
 DISPATCHERS = [name for name in TWO if name.startswith(("all", "flex")) and name != "all_gather"]
 SOME = ["zero1", "full", "sequence", "p2p", "pipeline"]
 RUNS: dict[tuple[str, int], list[str]] = {
-    ("gpt", 2): [*DENSE, *GATHERS, "ddp, NCCL", "zero1, NCCL", "full, NCCL", *OVERLAPS],
+    ("gpt", 2): [*DENSE, "ddp, graphs", "zero1, graphs", *GATHERS, "ddp, NCCL", "zero1, NCCL", "full, NCCL", *OVERLAPS],
     ("one micro batch", 2): ["pipeline"],
     ("deep", 2): [
         "interleaved",
@@ -202,10 +207,16 @@ RUNS: dict[tuple[str, int], list[str]] = {
         "grad",
         "full",
         *GATHERS,
+        "zero1, graphs",
     ],  # more layers than memory of gathered weights has slots
     ("experts", 2): ["ddp", "zero1", "full", "sequence", "p2p", "all_gather", "a2a", "pipeline", *DISPATCHERS],
-    ("t5", 2): [*(name for name in DENSE if name not in ("p2p", "pipeline")), "overlap", "t5 pipeline"],
-    ("bert", 2): DENSE,
+    ("t5", 2): [
+        *(name for name in DENSE if name not in ("p2p", "pipeline")),
+        "overlap",
+        "t5 pipeline",
+        "zero1, graphs",
+    ],
+    ("bert", 2): [*DENSE, "ddp, graphs"],
     ("lora", 2): SOME,
     ("recompute", 2): [*SOME, "ddp"],
     ("selective", 2): ["full", "sequence", "p2p"],
@@ -219,9 +230,10 @@ RUNS: dict[tuple[str, int], list[str]] = {
     ("experts", 8): ["alltoall 4, pipeline, sequence"],
 }
 COMPILED = {
-    ("gpt", 2): ["ddp", "zero1", "grad", "full", "tensor", "sequence"],
+    ("gpt", 2): ["ddp", "zero1", "grad", "full", "tensor", "sequence", "ddp, graphs", "zero1, graphs"],
+    ("t5", 2): ["zero1, graphs"],
     ("deep", 4): ["pipeline, tensor", "hybrid"],
-    ("experts", 2): ["alltoall, full", "flex, full"],
+    ("experts", 2): ["alltoall, full", "flex, full", "flex, zero1, graphs"],
 }
 
 
@@ -322,7 +334,7 @@ def all_cases() -> list[Case]:
 
 def params() -> Iterator[object]:
     for case in all_cases():
-        available = DEVICES if case.layout.startswith("flex") else RANKS
+        available = DEVICES if case.layout.startswith("flex") or case.layout.endswith("graphs") else RANKS
         missing = pytest.mark.skipif(case.ranks > available, reason=f"needs {case.ranks} GPUs")
         name = f"{case.model}-{case.ranks} {case.layout}-{case.precision}"
         yield pytest.param(case, id=name, marks=[missing, pytest.mark.xdist_group(case.group)])

@@ -61,10 +61,11 @@ class DistributedRuns:
             name: of the run; a run of the same name is reused.
             ranks: number of ranks.
             changes: of `EXACT`, in the format of `tiny_run.tiny_document`; in addition `registers` is a module to
-                import first, `offloads` lets a CPU offload to fake host memory, `late` treats it as asynchronous to the
-                host, `told` is a (rank, step) that receives SIGTERM, and `planted` a (rank, step, value, place) with
-                gradients of inf or NaN: all of them ("loss"), one element of the first that is cast to fp8 in a linear
-                layer ("cast"), or one of the shard that the rank updates ("shard").
+                import first, `captured` runs layers by a substitute for CUDA graphs, `offloads` lets a CPU offload to
+                fake host memory, `late` treats it as asynchronous to the host, `told` is a (rank, step) that receives
+                SIGTERM, and `planted` a (rank, step, value, place) with gradients of inf or NaN: all of them ("loss"),
+                one element of the first that is cast to fp8 in a linear layer ("cast"), or one of the shard that the
+                rank updates ("shard").
         """
         directory = self.folder / name
         if not directory.exists():
@@ -204,6 +205,10 @@ def _train(directory: Path, ranks: Any, changes: dict[str, Any]) -> dict[str, An
 
     if module := changes.pop("registers", None):
         importlib.import_module(module)
+    if changes.pop("captured", False):
+        import recorded_graphs
+
+        recorded_graphs.use_recorded_graphs()
     if changes.pop("offloads", False):
         import deferred_copies
 

@@ -10,13 +10,15 @@ from resolved import uses_cuda_graph
 from tiny_run import final_hashes, tiny_config, tiny_document
 from torch import nn
 
+from stoker.models.layer_graphs import WARM_UP_MICRO_BATCHES
 from stoker.trainer.cli.main import main
 from stoker.trainer.config.resolved_run import resolve_run
 from stoker.trainer.config.run_config import RunConfig
 from stoker.trainer.config.schema.root import RootBlock
 from stoker.trainer.core import training_loop
 from stoker.trainer.device.cuda_graph_support import cuda_graph_unsupported_reason
-from stoker.trainer.lightning.cuda_graph import WARM_UP_MICRO_BATCHES, CapturedGraph, CapturedMicroBatches, capture
+from stoker.trainer.distributed.process_group import DistributedContext
+from stoker.trainer.lightning.cuda_graph import CapturedGraph, CapturedMicroBatches, capture
 from stoker.trainer.train import run_training
 from stoker.trainer.utils.errors import UserError
 
@@ -145,23 +147,31 @@ def test_errors_that_are_each_others_cause_are_given_up_too():
 def test_only_a_recording_that_is_asked_for_ends_the_run(tmp_path, monkeypatch, wish):
     monkeypatch.setattr(training_loop, "CapturedMicroBatches", lambda run, parameters, give_up: give_up)
     root = tiny_config(tmp_path, trainer__accelerator="auto", model__enable_cuda_graph=wish).root
-    run: Any = SimpleNamespace(resolved=resolve_run(root), uses_cuda_graph=True, logger=SimpleNamespace(log=print))
+    log, ranks = SimpleNamespace(log=print), DistributedContext()
+    run: Any = SimpleNamespace(resolved=resolve_run(root), uses_cuda_graph=True, logger=log, ranks=ranks)
     recorder: Any = training_loop._graph_capture(run, nn.Linear(1, 1))  # pyright: ignore[reportArgumentType]
     assert recorder(None) is (None if wish else print)
 
 
-@pytest.mark.parametrize(
-    ("device", "processes", "says"), [("cpu", 1, "this run is on cpu"), ("cuda", 2, "2 processes")]
-)
-def test_what_cannot_be_recorded_is_refused_before_anything_is_built(tmp_path, device, processes, says):
+def test_what_cannot_be_recorded_is_refused_before_anything_is_built(tmp_path):
     yes, perhaps, no = (
         tiny_config(tmp_path, trainer__accelerator="auto", model__enable_cuda_graph=wish).root
         for wish in (True, None, False)
     )
-    with pytest.raises(UserError, match=rf"`model\.enable_cuda_graph` \(True\).*{says}.*enable_cuda_graph=False"):
-        uses_cuda_graph(yes, torch.device(device), processes)
-    assert not uses_cuda_graph(perhaps, torch.device(device), processes)
+    says = r"`model\.enable_cuda_graph` \(True\).*this run is on cpu.*enable_cuda_graph=False"
+    for processes in (1, 2):
+        with pytest.raises(UserError, match=says):
+            uses_cuda_graph(yes, torch.device("cpu"), processes)
+        assert not uses_cuda_graph(perhaps, torch.device("cpu"), processes)
     assert [uses_cuda_graph(root, torch.device("cuda"), 1) for root in (yes, perhaps, no)] == [True, True, False]
+    # of several processes layers are captured, where that is asked for
+    assert [uses_cuda_graph(root, torch.device("cuda"), 2) for root in (yes, perhaps, no)] == [True, False, False]
+
+
+ONE = {"model__tensor_model_parallel_size": 1}
+EXPERT_RANKS = {
+    "model__num_moe_experts": 4, "model__moe_router_topk": 2, "model__expert_model_parallel_size": 2,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -170,12 +180,24 @@ def test_what_cannot_be_recorded_is_refused_before_anything_is_built(tmp_path, d
         ({}, None),
         ({"model__sequence_parallel": True}, None),
         ({"model__sequence_parallel": True, "model__ub_tp_comm_overlap": True}, "ub_tp_comm_overlap"),
-        ({"model__num_moe_experts": 4, "model__expert_model_parallel_size": 2}, "expert_model_parallel_size"),
-        ({"model__context_parallel_size": 2, "trainer__devices": 4}, "4 processes"),
-        ({"trainer__devices": 4}, "4 processes"),
+        ({"trainer__devices": 4}, "`tensor_model_parallel_size` (2)"),
+        (ONE | EXPERT_RANKS, None),
+        (ONE | EXPERT_RANKS | {"model__moe_grouped_gemm": False}, None),
+        (ONE | EXPERT_RANKS | {"model__fp8": True}, "`fp8` (True)"),
+        (ONE, None),
+        (ONE | {"model__optim__name": "distributed_fused_adam"}, None),
+        (ONE | {"model__fsdp": True}, "`fsdp` (True)"),
+        (
+            ONE | {"model__context_parallel_size": 2, "model__pipeline_model_parallel_size": 2, "trainer__devices": 4},
+            "`context_parallel_size` (2), `pipeline_model_parallel_size` (2)",
+        ),
+        (
+            ONE | {"model__activations_checkpoint_granularity": "full"},
+            "`activations_checkpoint_granularity` (full)",
+        ),
     ],
 )
-def test_the_communication_of_tensor_parallel_ranks_alone_is_captured(tmp_path, capsys, settings, says):
+def test_communication_that_can_be_captured_or_is_between_layers(tmp_path, capsys, settings, says):
     more = {"trainer__devices": 2, "model__tensor_model_parallel_size": 2, "model__micro_batch_size": 1, **settings}
     for wish in (True, None):
         config = tiny_config(tmp_path, trainer__accelerator="auto", model__enable_cuda_graph=wish, **more)
@@ -216,7 +238,7 @@ def test_experts_that_cannot_be_recorded(tmp_path, settings, says):
 
 def test_keys_that_contradict_it_are_refused(capsys):
     on = ["config", "model=gpt_tiny", "model.enable_cuda_graph=True"]
-    for words in (["trainer=cpu"], ["trainer=gpu", "trainer.devices=2"]):
+    for words in (["trainer=cpu"], ["trainer=gpu", "trainer.devices=2", "model.fsdp=true"]):
         assert main([*on, *words]) == 2
         assert "model.enable_cuda_graph=False" in capsys.readouterr().err
     assert main([*on[:2], "model.enable_cuda_graph=null", "trainer=cpu"]) == 0

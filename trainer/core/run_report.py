@@ -11,6 +11,7 @@ import torch
 
 from ...models.build import LanguageModel
 from ...models.t5 import T5
+from ..config.captured_layers import captures_layers
 from ..config.dotted_paths import leaves
 from ..config.interpolation import has_interpolation
 from ..config.render import finding_lines
@@ -89,7 +90,8 @@ def _facts(run: RunContext, model: LanguageModel) -> Iterator[tuple[str, str]]:
         yield "Layout", axes + (f"; {layout.name}: {layout.description}" if layout else "")
     yield "Layers", f"{'compiled' if model.compiled else 'not compiled'}: {model.compile_reason}"
     if run.uses_cuda_graph:
-        yield "CUDA graphs", "micro batches run as one"
+        by_layer = captures_layers(run.resolved.model, run.resolved.mesh.world_size)
+        yield "CUDA graphs", "each layer runs as two" if by_layer else "micro batches run as one"
 
 
 def _keys(config: RunConfig) -> Iterator[tuple[str, str, str]]:

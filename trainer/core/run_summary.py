@@ -12,15 +12,16 @@ from ...models.config.families import keys_by_stack
 from ...models.config.memory import join_module_names
 from ...models.config.peft import FROZEN_SCHEMES
 from ...models.fp8 import fp8_modules
+from ...models.layer_graphs import WARM_UP_MICRO_BATCHES
 from ...models.model_cost import count_parameters
 from ...models.parallel.schedule import bubble_fraction
 from ...models.parallel.stages import PipelineSplit
 from ...models.peft.apply import trainable_parameters
 from ...models.recompute.analysis import ineffective_recompute_messages, memory_saving_recompute, recomputed_for_offload
 from ..checkpoint.run_environment import device_name
+from ..config.captured_layers import captures_layers
 from ..config.resolved_run import ResolvedRun
 from ..data.build_datasets import Data
-from ..lightning.cuda_graph import WARM_UP_MICRO_BATCHES
 from ..optim.base_optimizer import Optimizer
 from ..utils.text import pluralize
 
@@ -78,7 +79,10 @@ def summarize_run(
         yield f"warning: {note}"
     yield from describe_offload(run, model, device)
     if cuda_graph:
-        yield f"micro batches run as a CUDA graph after {WARM_UP_MICRO_BATCHES} warm-up micro batches"
+        captured = "layers run as CUDA graphs"
+        if not captures_layers(keys, mesh.world_size):
+            captured = "micro batches run as a CUDA graph"
+        yield f"{captured} after {WARM_UP_MICRO_BATCHES} warm-up micro batches"
     epochs = "" if run.trainer.max_epochs is None else f" ({pluralize(run.trainer.max_epochs, 'epoch')})"
     yield (
         f"{pluralize(run.trainer.max_steps, 'step')}{epochs} of {pluralize(keys.global_batch_size, 'sample')} in "

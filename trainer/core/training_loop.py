@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ...models.build import TORCH_DTYPES, LanguageModel
+from ...models.build import TORCH_DTYPES, LanguageModel, get_stacks
 from ...models.config.model import Family
 from ...models.fp8 import fp8_modules
 from ...models.model_cost import training_flops_per_sample
@@ -30,6 +30,7 @@ from ..checkpoint.run_directory import RESOLVED_CONFIG
 from ..checkpoint.run_environment import device_name
 from ..checkpoint.save_interval import SaveInterval
 from ..checkpoint.writer import CheckpointContent, apply_retention
+from ..config.captured_layers import captures_layers
 from ..config.resolved_run import ResolvedRun
 from ..config.schema.exp_manager import canonical_metric_name
 from ..config.schema.optim import build_schedule
@@ -40,7 +41,7 @@ from ..data.tokenizers.tokenizer import tokenizer_state
 from ..distributed.mesh import Mesh
 from ..distributed.pipeline import Pipeline, StageShapes
 from ..evaluation.held_out_loss import EvaluationResult, evaluate, loss_function, pipelined_loss_function
-from ..lightning.cuda_graph import CapturedMicroBatches, RunMicroBatch
+from ..lightning.cuda_graph import CapturedMicroBatches, RunMicroBatch, layer_capture, report_failure
 from ..lightning.expert_balance import build_expert_balancer
 from ..lightning.lightning_module import LanguageModule
 from ..optim.optimizer_factory import recorded_settings
@@ -255,11 +256,16 @@ def build_throughput(run: ResolvedRun, vocab_size: int, device: torch.device) ->
 def _graph_capture(run: RunContext, model: LanguageModel) -> Callable[[RunMicroBatch], RunMicroBatch] | None:
     """Return a wrapper that captures micro batches as CUDA graphs, or None for eager; see `model.enable_cuda_graph`.
 
-    With `enable_cuda_graph: null`, a capture that runs out of memory is logged and falls back to eager.
+    Of several processes the layers are captured, by themselves. With `enable_cuda_graph: null`, a capture that runs out
+    of memory is logged and falls back to eager.
     """
     if not run.uses_cuda_graph:
         return None
     on_failure = None if run.resolved.model.enable_cuda_graph else run.logger.log
+    if captures_layers(run.resolved.model, run.ranks.world_size):
+        for stack in get_stacks(model):
+            stack.capture_layers(layer_capture(), partial(report_failure, on_failure=on_failure))
+        return None
     return lambda micro_batch: CapturedMicroBatches(micro_batch, model.parameters(), on_failure)
 
 

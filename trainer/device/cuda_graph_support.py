@@ -1,9 +1,8 @@
-"""Decide whether the micro batches of a run can be captured as CUDA graphs, see `cuda_graph.py`."""
+"""Decide whether the micro batches of a run, or its layers, can be captured as CUDA graphs, see `cuda_graph.py`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Mapping
 
 import torch
 
@@ -13,15 +12,15 @@ from ...models.config.families import keys_by_stack
 from ...models.config.memory import offload_slice
 from ...models.config.moe import moe_slice
 from ...models.recompute.analysis import recompute_uses_rng
+from ..config.captured_layers import captures_layers, layer_capture_reason, recompute_keys
 from ..config.resolved_run import ResolvedRun
-from ..config.schema.root import AnyModelBlock
 from ..utils.errors import UserError
 
 
 def uses_cuda_graph(
     run: ResolvedRun, device: torch.device, decisions: Mapping[str, BackendSelection] | None = None
 ) -> bool:
-    """Return True if micro batches are captured: `model.enable_cuda_graph`, where null means if supported.
+    """Return True if micro batches are captured, or layers of several processes; `model.enable_cuda_graph`.
 
     Raises:
         UserError: `enable_cuda_graph` is True, but capture is not supported.
@@ -29,13 +28,19 @@ def uses_cuda_graph(
     enabled, reason = run.model.enable_cuda_graph, cuda_graph_unsupported_reason(run, device, decisions)
     if enabled and reason:
         raise UserError(f"`model.enable_cuda_graph` (True) {reason}; use model.enable_cuda_graph=False")
-    return enabled is not False and reason is None
+    return wants_cuda_graph(run) and reason is None
+
+
+def wants_cuda_graph(run: ResolvedRun) -> bool:
+    """Return True if micro batches or layers are captured where that is supported; null: micro batches only."""
+    enabled = run.model.enable_cuda_graph
+    return not captures_layers(run.model, run.mesh.world_size) if enabled is None else enabled
 
 
 def cuda_graph_unsupported_reason(
     run: ResolvedRun, device: torch.device, decisions: Mapping[str, BackendSelection] | None = None
 ) -> str | None:
-    """Return the reason why micro batches cannot be captured, whether enabled or not; None if they can.
+    """Return the reason why neither micro batches nor layers can be captured, whether enabled or not; None if they can.
 
     The attention backends of training (`decisions`) make some recomputation a no-op; if they are unknown, None, all
     recomputation counts.
@@ -50,19 +55,15 @@ def cuda_graph_unsupported_reason(
 
 
 def _communication_reason(run: ResolvedRun) -> str | None:
-    """Return the reason why a micro batch that communicates cannot be captured; None if it can, or does not.
+    """Return the reason why what communicates cannot be captured; None if it can, or nothing does.
 
-    A graph holds what NCCL launches for tensor-parallel ranks. The exchange of gradients (a hook of the backward pass),
-    of passes of a pipeline and of as many tokens as their experts have is not in it.
+    The graph of a micro batch holds what NCCL launches for tensor-parallel ranks. The reduction of gradients (a hook of
+    the backward pass) and the exchange of as many tokens as their experts have are not in it, but between those of
+    layers.
     """
     mesh = run.mesh
-    if mesh.world_size > mesh.tensor:
-        return (
-            f"captures the communication of tensor-parallel ranks only, but this run has {mesh.world_size} processes "
-            f"and `tensor_model_parallel_size` ({mesh.tensor})"
-        )
-    if mesh.expert > 1:
-        return f"does not capture the exchange of tokens with `expert_model_parallel_size` ({mesh.expert})"
+    if captures_layers(run.model, mesh.world_size):
+        return layer_capture_reason(run.model)
     if mesh.overlap_gather or mesh.overlap_scatter:
         return "does not capture copies of other ranks' memory, with `ub_tp_comm_overlap` (True)"
     return None
@@ -72,7 +73,7 @@ def _expert_reason(run: ResolvedRun) -> str | None:
     """Return the reason why a micro batch with experts cannot be captured; None if it can, or has none."""
     for keys in keys_by_stack(run.model).values():
         moe = moe_slice(keys)
-        if moe is None:
+        if moe is None or run.mesh.expert > 1:  # layers are captured up to experts of other ranks
             continue
         looped = not HAS_TRITON or run.precision.weights == "fp64"
         if moe.reads_counts or (looped and not moe.pad_to_capacity):
@@ -86,14 +87,6 @@ def _expert_reason(run: ResolvedRun) -> str | None:
 def _recompute_reason(run: ResolvedRun, decisions: Mapping[str, BackendSelection]) -> str | None:
     """Return the reason why a micro batch with recomputation cannot be captured; None if it can, or has none."""
     if recompute_uses_rng(run.family, decisions):
-        keys = [f"`{name}` ({value})" for name, value in _recompute_keys(run.model)]
+        keys = [f"`{name}` ({value})" for name, value in recompute_keys(run.model)]
         return f"does not capture RNG state, which {' and '.join(keys)} must restore to recompute noise or dropout"
     return None
-
-
-def _recompute_keys(model: AnyModelBlock) -> Iterator[tuple[str, Any]]:
-    """Yield the keys that enable recomputation, of every stack, with their values."""
-    for at, keys in keys_by_stack(model).items():
-        for name in ("activations_checkpoint_granularity", "activations_checkpoint_modules", "moe_layer_recompute"):
-            if value := getattr(keys, name):
-                yield f"{at}{name}", ", ".join(value) if isinstance(value, list) else value

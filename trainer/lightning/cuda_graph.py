@@ -2,6 +2,8 @@
 
 Small models are bound by kernel launches: T5 base launches 1,600 kernels a step. The optimizer step is not captured, as
 its scalars change. Inputs are copied to static buffers, and every replay writes the gradients to the same addresses.
+
+What several processes do between the layers cannot be captured: there each layer is, see `models.layer_graphs`.
 """
 
 from __future__ import annotations
@@ -9,17 +11,16 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from ...models.layer_graphs import WARM_UP_MICRO_BATCHES, Capture
 from ..utils.errors import UserError
 from ..utils.host_memory import is_out_of_memory
 
-# Eager micro batches before capture: they compile and autotune the kernels, which is not possible during capture.
-WARM_UP_MICRO_BATCHES = 3
-
+Result = TypeVar("Result")
 Fields = Mapping[str, Tensor]
 RunMicroBatch = Callable[[Fields, Tensor], Tensor]
 
@@ -53,7 +54,24 @@ def capture(run: RunMicroBatch, fields: Fields, denominator: Tensor, parameters:
     before = [parameter.grad for parameter in parameters]
     for parameter in parameters:
         parameter.grad = None  # so that backward allocates it in the graph's memory pool instead of accumulating
-    graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
+    try:
+        graph, loss = _capture_graph(lambda: run(own_fields, own_denominator), torch.cuda.graph_pool_handle())
+        gradients = [parameter.grad for parameter in parameters]
+    finally:
+        for parameter, gradient in zip(parameters, before, strict=True):
+            parameter.grad = gradient
+    return CapturedGraph(own_fields, own_denominator, graph.replay, loss, gradients)
+
+
+def layer_capture() -> Capture:
+    """Return a function that captures graphs of layers, see `models.layer_graphs`; it raises what `capture` does."""
+    pool = torch.cuda.graph_pool_handle()
+    return lambda run: _capture_graph(run, pool)
+
+
+def _capture_graph(run: Callable[[], Result], pool: Any) -> tuple[torch.cuda.CUDAGraph, Result]:
+    """Capture what a function launches as a graph with memory of this pool."""
+    graph = torch.cuda.CUDAGraph()
     try:
         # A failed capture leaves its own stream as the current one, hence the outer context. The mode is thread_local
         # because the prefetch thread issues copies to the device meanwhile.
@@ -61,8 +79,7 @@ def capture(run: RunMicroBatch, fields: Fields, denominator: Tensor, parameters:
             torch.cuda.stream(torch.cuda.current_stream()),
             torch.cuda.graph(graph, pool, capture_error_mode="thread_local"),
         ):
-            loss = run(own_fields, own_denominator)
-        gradients = [parameter.grad for parameter in parameters]
+            result = run()
     except RuntimeError as error:
         _clean_up_failed_capture(pool)
         # If ending the capture fails too, `error` is that failure and the original one is its context.
@@ -76,10 +93,7 @@ def capture(run: RunMicroBatch, fields: Fields, denominator: Tensor, parameters:
                 "use model.enable_cuda_graph=False, or another model.attention_backend",
             ]
         ) from error
-    finally:
-        for parameter, gradient in zip(parameters, before, strict=True):
-            parameter.grad = gradient
-    return CapturedGraph(own_fields, own_denominator, graph.replay, loss, gradients)
+    return graph, result
 
 
 def _clean_up_failed_capture(pool: tuple[int, int]) -> None:
@@ -92,6 +106,26 @@ def _clean_up_failed_capture(pool: tuple[int, int]) -> None:
     generator.graphsafe_set_state(generator.clone_state())
     with suppress(RuntimeError):  # already done if ending the capture got that far
         torch._C._cuda_endAllocateToPool(device, pool)  # pyright: ignore[reportPrivateImportUsage, reportAttributeAccessIssue]
+
+
+def report_failure(error: Exception, on_failure: Callable[[str], None] | None) -> None:
+    """Report that capture has failed, and release what the attempt holds.
+
+    Args:
+        error: what was raised; raised again unless it is a failure of capture.
+        on_failure: called with a warning; None: raise `error`.
+    """
+    if on_failure is None or not (isinstance(error, UserError) or is_out_of_memory(error)):
+        raise error
+    cause: BaseException | None = error
+    seen: set[int] = set()
+    while cause is not None and id(cause) not in seen:  # an exception re-raised from itself makes a cycle
+        seen.add(id(cause))
+        # Frames keep the failed attempt's autograd nodes alive, which would be reused on the wrong stream.
+        traceback.clear_frames(cause.__traceback__)
+        cause = cause.__cause__ or cause.__context__
+    why = error.lines[0] if isinstance(error, UserError) else "out of memory while capturing a CUDA graph"
+    on_failure(f"warning: {why}; continuing without CUDA graphs, set model.enable_cuda_graph=False to silence this")
 
 
 class CapturedMicroBatches:
@@ -136,21 +170,9 @@ class CapturedMicroBatches:
         try:
             self._graphs[shape] = self._capture(self._run, fields, denominator, self._parameters)
         except (UserError, RuntimeError) as error:
-            if self._on_failure is None or not (isinstance(error, UserError) or is_out_of_memory(error)):
-                raise
-            cause: BaseException | None = error
-            seen: set[int] = set()
-            while cause is not None and id(cause) not in seen:  # an exception re-raised from itself makes a cycle
-                seen.add(id(cause))
-                # Frames keep the failed attempt's autograd nodes alive, which would be reused on the wrong stream.
-                traceback.clear_frames(cause.__traceback__)
-                cause = cause.__cause__ or cause.__context__
             self._has_failed = True
             self._graphs.clear()  # free their memory
-            why = error.lines[0] if isinstance(error, UserError) else "out of memory while capturing a CUDA graph"
-            self._on_failure(
-                f"warning: {why}; continuing without CUDA graphs, set model.enable_cuda_graph=False to silence this"
-            )
+            report_failure(error, self._on_failure)
 
     def _replay(self, graph: CapturedGraph, fields: Fields, denominator: Tensor) -> Tensor:
         for parameter, gradient in zip(self._parameters, graph.gradients, strict=True):

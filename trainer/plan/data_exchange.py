@@ -170,8 +170,9 @@ def gradient_sums(run: RunInputs, *, experts: bool = False) -> GradientSums:
     wider = not engines and reduced > width  # accumulated for the reduction
     accumulated = 4 if main and (run.micro_batches > 1 or wider) else 0
     held = accumulated or width
-    # a layer's gradients are added to the accumulators at once and freed
-    gradient = 0 if accumulated else width
+    # a layer's gradients are added to the accumulators at once and freed, unless graphs of the layers keep them
+    is_captured = run.uses_cuda_graph and not experts
+    gradient = 0 if accumulated and not is_captured else width
     if not engines:
         return GradientSums(accumulated, gradient, reduced, reduced if reduced != held else 0, 0.0, held)
     sent, total = min(reduced, held), reduced if main else held

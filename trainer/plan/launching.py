@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from ..config.captured_layers import captures_layers
 from .hardware import EFFICIENCY, GPUSpec
 from .run_inputs import RunInputs
 from .timeline import LayerInStack
@@ -33,7 +34,8 @@ def launching_seconds(
     """
     micro = run.micro_batches
     starting = max(0.0, micro * len(layers) * EFFICIENCY["gpu_seconds"] - computing)
-    if run.uses_cuda_graph:
+    captures = run.uses_cuda_graph and captures_layers(run.model_config, run.ranks)
+    if run.uses_cuda_graph and not captures:
         return {"starting kernels": starting, "waiting for the host": 0.0}
     number = micro * sum(2 + _repeats_exchange(layer) for layer in layers if _exchanges_tokens(layer))
     own, sent = _host_seconds(run, gpu), exchange / max(1, number)
@@ -42,11 +44,13 @@ def launching_seconds(
         if not _exchanges_tokens(layer):
             # that of a layer without compilation is the mean of layers with and without cross-attention
             crosses = run.compiled and layer.stack.cross is not None
-            launching += micro * own * (EFFICIENCY["host_cross_attention"] if crosses else 1.0)
+            share = EFFICIENCY["host_cross_attention"] if crosses else 1.0
+            launching += micro * own * (EFFICIENCY["host_layer_graph"] if captures else share)
             continue
         repeats, (forward, backward) = _repeats_exchange(layer), passes(layer)
-        launched = own * EFFICIENCY["host_exchange_forward"]
-        launched_backward = own * EFFICIENCY["host_exchange_backward"] * (not layer.skips_backward)
+        left = 1.0 - EFFICIENCY["host_before_experts"] * captures
+        launched = own * EFFICIENCY["host_exchange_forward"] * left
+        launched_backward = own * EFFICIENCY["host_exchange_backward"] * left * (not layer.skips_backward)
         for computed, exchanges, host, waits in (
             (forward, 1, launched, True),
             (backward, 1 + repeats, launched_backward + launched * repeats, repeats),

@@ -8,6 +8,7 @@ from typing import Any
 
 from ...models.config.memory import RecomputeModule, join_module_names
 from ...models.layers.cost import StackInputs
+from ..config.captured_layers import captures_layers
 from ..config.schema.root import RootBlock
 from ..utils.text import format_gib, pluralize
 from .data_exchange import exchange_of
@@ -173,7 +174,7 @@ def _run_lines(plan: Plan) -> Iterator[str]:
     yield (
         f"step         {ranks}{layout}{pluralize(run.micro_batches, 'micro batch', 'micro batches')} of "
         f"{pluralize(run.model_config.micro_batch_size, 'sample')}"
-        f"{per_rank}, {run.precision.name}{_fp8(run)}{', as CUDA graphs' * run.uses_cuda_graph}"
+        f"{per_rank}, {run.precision.name}{_fp8(run)}{_cuda_graphs(run)}"
     )
     exchange = exchange_of(run)
     if exchange is not None:
@@ -357,15 +358,22 @@ def _traffic_lines(traffic: Sequence[AxisTraffic], of: str) -> Iterator[str]:
         yield "    " + ", ".join(f"{kind} of {format_gib(size)}" for kind, size in each.collectives.items()) + by
 
 
+def _cuda_graphs(run: RunInputs) -> str:
+    if not run.uses_cuda_graph:
+        return ""
+    return ", layers as CUDA graphs" if captures_layers(run.model_config, run.ranks) else ", as CUDA graphs"
+
+
 def _cuda_graph_advice(plan: Plan) -> Iterator[str]:
     """Recommend CUDA graphs if the GPU waits for kernel launches and graphs are supported."""
     run, time = plan.inputs, plan.time
     assert time is not None
     waiting = time.parts["waiting for the host"]
     if run.can_use_cuda_graph and not run.uses_cuda_graph and waiting > _MIN_WAITING * time.seconds:
+        wish = "True" if captures_layers(run.model_config, run.ranks) else "null"
         yield (
-            f"the host launches kernels more slowly than the GPU runs them: with `model.enable_cuda_graph=null` a step "
-            f"takes about {_seconds(time.seconds - waiting)}"
+            f"the host launches kernels more slowly than the GPU runs them: with `model.enable_cuda_graph={wish}` a "
+            f"step takes {'at least' if wish == 'True' else 'about'} {_seconds(time.seconds - waiting)}"
         )
 
 

@@ -153,7 +153,7 @@ def cuda_graph_needs_grouped_gemm(context: RuleContext) -> Iterator[Finding]:
     model = context.root.model
     for at, stack in _stacks(context):
         moe = moe_slice(stack)
-        if model.enable_cuda_graph and moe is not None and moe.reads_counts:
+        if model.enable_cuda_graph and moe is not None and moe.reads_counts and model.expert_model_parallel_size == 1:
             yield Finding.error(
                 (f"{at}moe_grouped_gemm", "model.enable_cuda_graph"),
                 "`moe_grouped_gemm` (False) is not supported with `enable_cuda_graph` (True): experts that run one "

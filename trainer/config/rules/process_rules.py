@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from ....models.config.families import keys_by_stack
 from ....models.config.key_block import Finding
 from ....models.config.stack import divisors
+from ..captured_layers import captures_layers, layer_capture_reason, uncaptured_layer_keys
 from ..node_counts import fits, min_nodes
 from ..parameter_layout import DISTRIBUTED_OPTIMIZERS
 from .rule_context import RuleContext, has_16_bit_weights, no_effect, num_data_ranks, num_processes
@@ -69,8 +70,8 @@ def fewer_nodes_fit(context: RuleContext) -> Iterator[Finding]:
         )
 
 
-def cuda_graph_needs_tensor_parallel_ranks(context: RuleContext) -> Iterator[Finding]:
-    """CUDA graphs need a CUDA device, and capture the communication of tensor-parallel ranks only."""
+def cuda_graphs_are_possible(context: RuleContext) -> Iterator[Finding]:
+    """CUDA graphs need a CUDA device, and communication that they support."""
     trainer, model = context.root.trainer, context.root.model
     key, processes = "model.enable_cuda_graph", num_processes(context)
     if not model.enable_cuda_graph:
@@ -78,16 +79,10 @@ def cuda_graph_needs_tensor_parallel_ranks(context: RuleContext) -> Iterator[Fin
     if trainer.accelerator in ("cpu", "mps"):
         message = f"`enable_cuda_graph` (True) needs a CUDA device, not `{trainer.accelerator}`"
         yield Finding.error((key, "trainer.accelerator"), message, f"{key}=False")
-    elif processes > model.tensor_model_parallel_size:
-        message = (
-            "`enable_cuda_graph` (True) captures the communication of tensor-parallel ranks only "
-            f"(`tensor_model_parallel_size`, {model.tensor_model_parallel_size}), not of {processes} processes"
-        )
-        yield Finding.error((key, "trainer.devices", "model.tensor_model_parallel_size"), message, f"{key}=False")
-    elif processes > 1 and model.expert_model_parallel_size > 1:
-        path = "model.expert_model_parallel_size"
-        message = "`enable_cuda_graph` (True) does not capture the exchange of tokens between the ranks of experts"
-        yield Finding.error((key, path), message, f"{key}=False")
+    elif captures_layers(model, processes):
+        if (reason := layer_capture_reason(model)) is not None:
+            paths = (f"model.{name}" for name, _ in uncaptured_layer_keys(model))
+            yield Finding.error((key, *paths), f"`enable_cuda_graph` (True) {reason}", f"{key}=False")
     elif processes > 1 and model.sequence_parallel and model.ub_tp_comm_overlap:
         message = "`enable_cuda_graph` (True) does not capture copies of other ranks' memory (`ub_tp_comm_overlap`)"
         yield Finding.error((key, "model.ub_tp_comm_overlap"), message, f"{key}=False")

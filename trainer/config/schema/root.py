@@ -68,7 +68,8 @@ class RunKeys(ParallelKeys):
     enable_cuda_graph: bool | None = None
     """Capture forward and backward of a micro batch as a CUDA graph: for small models that are limited by kernel
     launches, with the communication of tensor-parallel ranks. Validation needs additional memory. null: if supported,
-    falling back to eager execution if the capture fails; True: raise an error instead."""
+    falling back to eager execution if the capture fails; True: raise an error instead, and with data-parallel ranks
+    capture each layer (docs/distributed.md)."""
     do_layer_norm_weight_decay: bool = False
     """Apply weight decay to norm weights too."""
     tokenizer: TokenizerBlock = block_default(TokenizerBlock)

@@ -1,0 +1,55 @@
+"""Substitute for CUDA graphs of layers, for tests without a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stoker.models.layer_graphs import Capture, Graph
+
+
+class Recorded:
+    """Runs a function again, and writes what it returns where it was at first."""
+
+    def __init__(self, run: Callable[[], list[Tensor]]) -> None:
+        self.run, self.tensors, self.replays = run, run(), 0
+
+    def replay(self) -> None:
+        self.replays += 1
+        with torch.enable_grad():
+            found = self.run()
+        for tensor, now in zip(self.tensors, found, strict=True):
+            tensor.data.copy_(now)  # without a new version of the tensor, as a graph does
+
+
+def recorder(captured: list[Recorded]) -> Capture:
+    def capture(run: Callable[[], list[Tensor]]) -> tuple[Graph, list[Tensor]]:
+        captured.append(Recorded(run))
+        return captured[-1], captured[-1].tensors
+
+    return capture
+
+
+def use_recorded_graphs() -> None:
+    """Let all runs of this process capture their layers, and check in the end that they have been replayed."""
+    from stoker.trainer.core import run_context, training_loop
+    from stoker.trainer.lightning.lightning_module import LanguageModule
+
+    captured: list[Recorded] = []
+    end: Any = LanguageModule.on_train_end
+
+    def on_train_end(module: LanguageModule) -> None:
+        end(module)
+        assert captured
+        assert all(each.replays for each in captured)
+
+    def raise_failure(error: Exception, on_failure: object) -> None:
+        raise error
+
+    run_context.uses_cuda_graph = lambda *arguments: True
+    training_loop.layer_capture = lambda: recorder(captured)
+    training_loop.report_failure = raise_failure
+    setattr(LanguageModule, "on_train_end", on_train_end)  # noqa: B010  of another signature for the type checker

@@ -1,0 +1,213 @@
+"""Layers by graphs: losses and gradients of eager layers, bit for bit, with a substitute for CUDA graphs.
+
+CUDA graphs themselves: `tests/gpu/test_distributed_gpu.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from recorded_graphs import Recorded, recorder
+from torch import Tensor
+
+from stoker.kernels.attention.flags import AttentionFlags
+from stoker.models import stack
+from stoker.models.build import LanguageModel, build_model, get_stacks
+from stoker.models.config.batch_shape import BatchSpec
+from stoker.models.config.gpt import GPTKeys
+from stoker.models.config.t5 import T5Keys
+from stoker.models.layer_graphs import WARM_UP_MICRO_BATCHES, Capture, Graph, LayerGraphs
+from stoker.models.moe.moe_layer import find_moe_layers
+
+STACK = {"num_layers": 3, "hidden_size": 16, "num_attention_heads": 2, "ffn_hidden_size": 16}
+NO_DROPOUT = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
+EXPERTS = {"num_moe_experts": 4, "moe_router_topk": 2, "normalization": "rmsnorm"}
+
+
+def fail(error: Exception) -> None:
+    raise error
+
+
+def capture_all(model: LanguageModel, capture: Capture) -> list[LayerGraphs]:
+    """Capture the layers of each stack; return their graphs."""
+    for each in get_stacks(model):
+        each.capture_layers(capture, fail)
+    first = [each.layers[0] for each in get_stacks(model)]
+    return [(layer.route if "route" in vars(layer) else layer.forward).args[0] for layer in first]  # type: ignore[union-attr]
+
+
+def build(keys: GPTKeys | T5Keys, spec: BatchSpec) -> LanguageModel:
+    model = build_model(
+        keys, vocab_size=32, batch_spec=spec, device="cpu", dtype=torch.float64, flags=AttentionFlags(),
+        micro_batch_size=2,
+    )  # fmt: skip
+    for layer in find_moe_layers(model).values():
+        layer.loss_share.fill_(0.25)
+    return model
+
+
+def gpt(**keys: Any) -> LanguageModel:
+    given = GPTKeys.model_validate(STACK | NO_DROPOUT | {"encoder_seq_length": 8} | keys)
+    return build(given, BatchSpec(seq_length=8, packed=bool(keys.get("data"))))
+
+
+def t5(**keys: Any) -> LanguageModel:
+    one = STACK | NO_DROPOUT | keys
+    return build(
+        T5Keys.model_validate({"encoder": one, "decoder": one, "seq_length": 8}),
+        BatchSpec(seq_length=8, decoder_seq_length=6, padded=True),
+    )
+
+
+def gpt_batch(number: int, size: int) -> dict[str, Tensor]:
+    tokens = torch.randint(32, (size, 9), generator=torch.Generator().manual_seed(number))
+    return {"tokens": tokens[:, :-1].contiguous(), "labels": tokens[:, 1:].contiguous()}
+
+
+def t5_batch(number: int, size: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(number)
+    read, written = (torch.randint(32, (size, length), generator=generator) for length in (8, 7))
+    lengths = torch.randint(3, 9, (size, 1), generator=generator)
+    return {
+        "encoder_tokens": read,
+        "decoder_tokens": written[:, :-1].contiguous(),
+        "labels": written[:, 1:].contiguous(),
+        "encoder_padding": torch.arange(8) < lengths,
+    }
+
+
+def run_passes(
+    model: LanguageModel, passes: int, batch: Callable[[int, int], dict[str, Tensor]], sizes: tuple[int, ...] = (2,)
+) -> list[Any]:
+    """Return losses, and the gradients of two passes each, after which weights change; with validation in between."""
+    found: list[Any] = []
+    for number in range(passes):
+        fields = batch(number, sizes[number % len(sizes)])
+        torch.manual_seed(number)
+        model.train()
+        loss = model.batch_loss(fields, torch.tensor(16.0, dtype=torch.float64))
+        loss.backward()
+        found.append(loss.detach())
+        if number % 2 == 0:
+            continue
+        found += [torch.zeros(()) if each.grad is None else each.grad.clone() for each in model.parameters()]
+        model.zero_grad()
+        with torch.no_grad():
+            for each in model.parameters():
+                each.mul_(0.98)
+            model.eval()
+            found.append(model.batch_loss(fields, torch.tensor(16.0, dtype=torch.float64)))
+    return found
+
+
+def assert_equal(found: list[Tensor], expected: list[Tensor]) -> None:
+    assert len(found) == len(expected)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+NOISE = {"hidden_dropout": 0.1, "moe_dropout": 0.1, "moe_input_jitter_eps": 0.2, "attention_dropout": 0.1}
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"position_embedding_type": "rope"},
+        {"hidden_dropout": 0.1, "attention_dropout": 0.1},
+        {"position_embedding_type": "relative", "fp32_residual_connection": True},  # layers share a learned bias
+        {"position_embedding_type": "relative", "transformer_block_type": "post_ln", "num_layers": 1},
+        EXPERTS | {"moe_aux_loss_coeff": 0.1, "moe_z_loss_coeff": 0.1, "transformer_block_type": "parallel_ln"},
+        EXPERTS | NOISE,
+    ],
+)
+def test_a_gpt_has_the_losses_and_gradients_of_eager_layers(keys: dict[str, Any]) -> None:
+    ours, theirs, captured = gpt(**keys), gpt(**keys), list[Recorded]()
+    capture_all(ours, recorder(captured))
+    assert_equal(run_passes(ours, 8, gpt_batch), run_passes(theirs, 8, gpt_batch))
+    assert [each.replays for each in captured] == [8 - WARM_UP_MICRO_BATCHES] * 2 * keys.get("num_layers", 3)
+
+
+@pytest.mark.parametrize("keys", [{}, {"position_embedding_type": "relative", "hidden_dropout": 0.1}])
+def test_a_t5_has_the_losses_and_gradients_of_eager_layers(keys: dict[str, Any]) -> None:
+    """The output of the encoder is an input of all layers of the decoder, which has a gradient."""
+    ours, theirs, captured = t5(**keys), t5(**keys), list[Recorded]()
+    encoder, decoder = capture_all(ours, recorder(captured))
+    assert_equal(run_passes(ours, 8, t5_batch), run_passes(theirs, 8, t5_batch))
+    assert [each.replays for each in captured] == [8 - WARM_UP_MICRO_BATCHES] * 2 * 6
+    for graphs, shared in ((encoder, 0), (decoder, 1)):
+        ((*parts,),) = graphs._captured.values()
+        buffers = {id(each): each for part in parts for each in part.buffers}.values()
+        assert sum(each.gradient is not None for each in buffers) == shared + ("position_embedding_type" in keys)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"moe_aux_loss_coeff": 0.1, "moe_router_force_load_balancing": True},
+        {"moe_layer_freq": 2, "moe_expert_capacity_factor": 1.0},  # a layer without experts, as a whole
+        {"moe_shared_expert_intermediate_size": 8, **NOISE},
+        {"transformer_block_type": "post_ln"},
+    ],
+)
+def test_layers_up_to_their_experts(monkeypatch: pytest.MonkeyPatch, keys: dict[str, Any]) -> None:
+    """As where ranks share the experts."""
+    monkeypatch.setattr(stack, "_has_fixed_shapes", lambda layer: layer not in experts)
+    ours, theirs, captured = gpt(**EXPERTS, **keys), gpt(**EXPERTS, **keys), list[Recorded]()
+    experts = [ours.get_submodule(name.removesuffix(".mlp")) for name in find_moe_layers(ours)]
+    capture_all(ours, recorder(captured))
+    assert_equal(run_passes(ours, 8, gpt_batch), run_passes(theirs, 8, gpt_batch))
+    assert [each.replays for each in captured] == [8 - WARM_UP_MICRO_BATCHES] * 2 * 3
+
+
+def test_each_shape_is_captured_after_its_own_warm_up() -> None:
+    ours, theirs, captured = gpt(), gpt(), list[Recorded]()
+    capture_all(ours, recorder(captured))
+    assert_equal(run_passes(ours, 14, gpt_batch, (2, 2, 3, 3)), run_passes(theirs, 14, gpt_batch, (2, 2, 3, 3)))
+    assert len(captured) == 2 * 2 * 3
+
+
+def test_inputs_in_common_are_copied_once_and_results_not_at_all() -> None:
+    model = gpt(position_embedding_type="rope", hidden_dropout=0.1)
+    (graphs,) = capture_all(model, recorder([]))
+    run_passes(model, WARM_UP_MICRO_BATCHES + 1, gpt_batch)
+    ((first, second, third),) = graphs._captured.values()
+    # residual stream; cosines, sines; keys of the dropouts; places of tokens, which are also those of the stream
+    assert len(first.buffers) == 5
+    same = [
+        one is another is a_third
+        for one, another, a_third in zip(*(each.buffers for each in (first, second, third)), strict=True)
+    ]
+    assert same == [False, True, True, False, True]
+    for before, after in ((first, second), (second, third)):
+        assert after.buffers[0].tensor.data_ptr() == before.results[0].data_ptr()
+
+
+def test_a_failure_is_told_once_and_layers_stay_eager() -> None:
+    def capture(run: Callable[[], list[Tensor]]) -> tuple[Graph, list[Tensor]]:
+        raise torch.OutOfMemoryError("tried to allocate")
+
+    told: list[str] = []
+    ours, theirs, strict = gpt(), gpt(), gpt()
+    get_stacks(ours)[0].capture_layers(capture, lambda error: told.append(str(error)))
+    assert_equal(run_passes(ours, 8, gpt_batch), run_passes(theirs, 8, gpt_batch))
+    assert told == ["tried to allocate"]
+    capture_all(strict, capture)
+    with pytest.raises(torch.OutOfMemoryError):
+        run_passes(strict, 8, gpt_batch)
+
+
+def test_passes_that_graphs_do_not_support_are_errors() -> None:
+    model = gpt()
+    capture_all(model, recorder([]))
+    run_passes(model, WARM_UP_MICRO_BATCHES + 1, gpt_batch)
+    model.train()
+    first = model.batch_loss(gpt_batch(1, 2), 16.0)
+    model.batch_loss(gpt_batch(2, 2), 16.0).backward()
+    with pytest.raises(RuntimeError, match="ran again before"):
+        first.backward()
+    get_stacks(model)[0].layers[1].register_forward_pre_hook(lambda _, given: (given[0] * 2, *given[1:]))
+    with pytest.raises(RuntimeError, match="was replaced"):
+        model.batch_loss(gpt_batch(3, 2), 16.0)
