@@ -3,40 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..kernels.attention.dispatch import BackendSelection
-from ..kernels.attention.packed_sequences import document_position_ids
 from .config.batch_shape import BatchSpec
 from .config.bert import BertSlice
 from .dispatch.attention_calls import CallKind, decision_for
+from .language_model import BaseLanguageModel
 from .layers.attention import Backends
 from .layers.compiling import eager_layers
 from .layers.cost import Matrix, StackInputs, Weights
 from .layers.norm import LayerNorm, RMSNorm, build_norm, norm_parameters, norm_saved_bytes
 from .layers.position_embeddings import PositionEmbedding, build_position_table
-from .lm_head import (
-    OwnFunctions,
-    add_position_embeddings,
-    head_weights,
-    token_logits,
-    token_loss,
-)
+from .lm_head import add_position_embeddings, head_weights
 from .moe.moe_layer import find_moe_layers
 from .moe.token_mask import mask_rows_with_label
-from .parallel.collectives import TensorParallel
-from .parallel.context import labels_of_all, whole_sequences
+from .parallel.context import labels_of_all, local_position_ids, whole_sequences
 from .parallel.context_attention import pack_documents
-from .parallel.pipeline import RankStages
 from .parallel.stages import StageInput
 from .stack import Stack, build_stack
 
 
-class BERT(nn.Module):
-    """Encoder-only masked language model that returns logits, or the loss without materializing all logits.
+class BERT(BaseLanguageModel):
+    """Encoder-only masked language model.
 
     Args:
         token_embedding: (padded_vocab_size, hidden_size).
@@ -48,24 +41,10 @@ class BERT(nn.Module):
         transform_norm: norm after `transform`.
         head: bias-free output projection; None ties it to `token_embedding`.
         head_bias: add a bias to the logits.
-        vocab_size: vocabulary size without padding.
-        batch_spec: shape of the samples of training and evaluation.
         max_positions: maximal sequence length, None for no limit.
         dropout: dropout of the embeddings, in training.
-        label_smoothing: label smoothing factor, in training.
-        attention_decisions: chosen attention backend and reason for each kind of call.
+        common: arguments of `BaseLanguageModel`.
     """
-
-    compiled: bool = False
-    """The layers are compiled with torch.compile, for training and evaluation."""
-    compile_reason: str = ""
-    """Reason for compiling or not, for the log."""
-    tensor_parallel: TensorParallel | None = None
-    """The ranks that share each layer and the vocabulary; None for one."""
-    own_functions: OwnFunctions = OwnFunctions()
-    """Loss and metrics of the user's own."""
-    pipeline: RankStages | None = None
-    """Pipeline stages of this rank; None: all of the model."""
 
     def __init__(
         self,
@@ -79,14 +58,11 @@ class BERT(nn.Module):
         transform_norm: LayerNorm | RMSNorm | None,
         head: nn.Linear | None,
         head_bias: bool,
-        vocab_size: int,
-        batch_spec: BatchSpec,
         max_positions: int | None,
         dropout: float,
-        label_smoothing: float,
-        attention_decisions: Mapping[str, BackendSelection],
+        **common: Any,
     ) -> None:
-        super().__init__()
+        super().__init__(**common)
         self.token_embedding = token_embedding
         self.position_embedding = position_embedding
         self.token_type_embedding = token_type_embedding
@@ -96,18 +72,9 @@ class BERT(nn.Module):
         self.transform_norm = transform_norm
         self.head = head
         self.head_bias = nn.Parameter(torch.zeros(token_embedding.num_embeddings)) if head_bias else None
-        self.vocab_size = vocab_size
-        self.batch_spec = batch_spec
         self.max_positions = max_positions
         self.dropout = dropout
-        self.label_smoothing = label_smoothing
-        self.attention_decisions = dict(attention_decisions)
         self._has_experts = bool(find_moe_layers(encoder))
-
-    @property
-    def output_weight(self) -> Tensor:
-        """Weight of the output projection, (padded_vocab_size, hidden_size)."""
-        return self.token_embedding.weight if self.head is None else self.head.weight
 
     def forward(
         self,
@@ -131,9 +98,7 @@ class BERT(nn.Module):
             (batch, tokens, padded_vocab_size) in the dtype of the model; -inf for the vocabulary padding.
         """
         hidden = self.hidden_states(tokens, token_types=token_types, padding=padding, documents=documents)
-        return token_logits(
-            hidden, self.output_weight, self.head_bias, vocab_size=self.vocab_size, ranks=self.tensor_parallel
-        )
+        return self.compute_logits(hidden)
 
     def loss(
         self,
@@ -161,20 +126,6 @@ class BERT(nn.Module):
             tokens, token_types=token_types, padding=padding, documents=documents, routed=routed
         )
         return self._loss(hidden, labels, denominator)
-
-    def _loss(self, hidden: Tensor, labels: Tensor, denominator: Tensor | float) -> Tensor:
-        return token_loss(
-            hidden,
-            self.output_weight,
-            labels,
-            vocab_size=self.vocab_size,
-            bias=self.head_bias,
-            label_smoothing=self.label_smoothing if self.training else 0.0,
-            denominator=denominator,
-            ranks=self.tensor_parallel,
-            own=self.own_functions,
-            training=self.training,
-        )
 
     def batch_loss(self, batch: Mapping[str, Tensor], denominator: Tensor | float) -> Tensor:
         """Return the loss of a batch, a mapping of the tensor arguments of `loss`."""
@@ -231,8 +182,7 @@ class BERT(nn.Module):
         positions, packed = None, None
         documents, padding = whole_sequences(documents, shard), whole_sequences(padding, shard)
         if documents is not None and self.batch_spec.reset_position_ids:
-            positions = document_position_ids(documents)
-            positions = positions if shard is None else shard.local(positions)
+            positions = local_position_ids(documents, shard)
         hidden, dropout = self.encoder.begin(
             lambda: self._embed(tokens, token_types, positions), tokens, self.dropout, at
         )
@@ -271,7 +221,7 @@ class BERT(nn.Module):
     def _kind_of_call(self, length: int, padding: Tensor | None, documents: Tensor | None) -> CallKind:
         """Return the kind of call: training and evaluation have fixed sample shapes, anything else is generation."""
         form, packed = self.batch_spec, documents is not None
-        built_packed = form.packed or form.reset_position_ids
+        built_packed = self.needs_documents
         if packed and not built_packed:
             raise ValueError("`documents` must be None: the model was not built for packed samples.")
         if packed and padding is not None:

@@ -16,7 +16,6 @@ from ..kernels.attention.dispatch import BackendSelection, NoBackendError
 from ..kernels.attention.flags import AttentionFlags
 from ..kernels.attention.installed_software import detect_installed_software
 from .assemble import Backends, LanguageModel, assemble
-from .bert import BERT
 from .config.batch_shape import BatchSpec
 from .config.families import FamilyKeys, FamilySlice, family_slice
 from .config.fp8 import check_fp8
@@ -43,8 +42,6 @@ from .peft.apply import apply_peft
 from .pipeline_parallel import apply_pipeline_parallel, distribute_layers
 from .recompute.analysis import modules_with_rng, training_labels
 from .recompute.apply_recompute import apply_recompute
-from .stack import Stack
-from .t5 import T5
 from .tensor_parallel import apply_tensor_parallel, rank_slice
 
 ALL_CALL_KINDS: tuple[CallKind, ...] = ("training", "evaluation", "generation")
@@ -143,15 +140,15 @@ def build_model(
             apply_tensor_parallel(model, full, tensor_parallel)
         if peft is not None:
             with torch.device("meta"):
-                apply_peft(model, get_stacks(model), described, peft)
+                apply_peft(model, described, peft)
         if expert_parallel is not None:
             apply_expert_parallel(model, expert_parallel)
         if "training" in kinds:
-            apply_fp8(get_stacks(model), described.stacks, tensor_parallel, context_parallel, expert_parallel)
+            apply_fp8(model.stacks, described.stacks, tensor_parallel, context_parallel, expert_parallel)
         if pipeline_parallel is not None:
-            apply_pipeline_parallel(model, get_stacks(model), pipeline_parallel)
+            apply_pipeline_parallel(model, pipeline_parallel)
         if relay is not None:
-            distribute_layers(model, get_stacks(model), relay)
+            distribute_layers(model, relay)
         return model.to(dtype)
 
     if device.type == "meta":
@@ -179,7 +176,7 @@ def build_model(
     model = assembled(plan.decisions, backends)
     make_copies = copy_engine_factory(device) if "training" in kinds else None
     stages = () if model.pipeline is None else model.pipeline.stages
-    described_stacks = zip(described.stacks, get_stacks(model), training_labels(described), strict=True)
+    described_stacks = zip(described.stacks, model.stacks, training_labels(described), strict=True)
     for index, (stack_slice, stack, labels) in enumerate(described_stacks):
         apply_recompute(
             stack,
@@ -197,7 +194,7 @@ def build_model(
         generation = {planned.label("generation") for planned in plan.attentions}
         whole = all(decision.supports_compile for label, decision in plan.decisions.items() if label not in generation)
         whole &= not any(stack.fp8 is not None and stack.fp8.uses_transformer_engine for stack in described.stacks)
-        for stack in get_stacks(model):
+        for stack in model.stacks:
             stack.compile_layers(has_hooks=sharding is not None, fullgraph=whole)
     if sharding is None:
         model = model.to_empty(device=device)
@@ -303,17 +300,6 @@ def plan_model(
     return ModelPlan(attentions, decisions, compiled, reason)
 
 
-def get_stacks(model: LanguageModel) -> tuple[Stack, ...]:
-    """Return the stacks of a model, in forward order."""
-    match model:
-        case T5():
-            return model.encoder, model.decoder
-        case BERT():
-            return (model.encoder,)
-        case _:
-            return (model.decoder,)
-
-
 def copy_engine_factory(device: torch.device) -> Callable[[], CopyEngine] | None:
     """Return a factory of copy engines that share one pool of pinned memory; None for a device other than a GPU."""
     return partial(CudaCopyEngine, device, PinnedMemoryPool(pinned=True)) if device.type == "cuda" else None
@@ -330,7 +316,7 @@ def enable_offloading(model: LanguageModel, model_slice: FamilySlice, make_engin
     Raises:
         ValueError: weight offloading with sharded weights.
     """
-    for stack_slice, stack in zip(model_slice.stacks, get_stacks(model), strict=True):
+    for stack_slice, stack in zip(model_slice.stacks, model.stacks, strict=True):
         settings = stack_slice.offload
         if settings is None:
             continue

@@ -8,16 +8,14 @@ from __future__ import annotations
 from typing import cast
 
 from ..kernels.attention.backends.triton import triton_attention
-from .assemble import LanguageModel
-from .bert import BERT
 from .config.peft import PeftSlice, PromptSlice
+from .language_model import BaseLanguageModel
 from .layer import Layer
 from .layers.attention import Attention
 from .layers.recomputed_attention import RecomputedAttention
 from .moe.moe_layer import MoE
 from .parallel.context import ContextParallel, SequenceShard
 from .parallel.context_attention import context_attention
-from .t5 import T5
 
 
 def check_parts(peft: PeftSlice | None, size: int) -> None:
@@ -33,30 +31,22 @@ def check_parts(peft: PeftSlice | None, size: int) -> None:
         )
 
 
-def apply_context_parallel(model: LanguageModel, ranks: ContextParallel) -> None:
+def apply_context_parallel(model: BaseLanguageModel, ranks: ContextParallel) -> None:
     """Let a model compute the tokens of this rank (`shard_batch`), in training and evaluation, in place.
 
     Args:
         model: built for these ranks (`build_model`), with its recomputation.
         ranks: the context-parallel ranks.
     """
-    bidirectional = SequenceShard(ranks, zigzag=False)
-    causal = SequenceShard(ranks, zigzag=True)
-    if isinstance(model, T5):
-        stacks = [(model.encoder, bidirectional), (model.decoder, causal)]
-    elif isinstance(model, BERT):
-        stacks = [(model.encoder, bidirectional)]
-    else:
-        stacks = [(model.decoder, causal)]
-    for stack, shard in stacks:
-        stack.shard = shard
+    for stack in model.stacks:
+        shard = stack.shard = SequenceShard(ranks, zigzag=stack is not getattr(model, "encoder", None))
         for module in stack.layers:
             layer = cast(Layer, module)
             if isinstance(layer.mlp, MoE):
                 layer.mlp.router.shard = shard
             _exchange(layer.attention, ranks, (shard.zigzag, shard.zigzag))
             if layer.cross_attention is not None:
-                _exchange(layer.cross_attention, ranks, (shard.zigzag, bidirectional.zigzag))
+                _exchange(layer.cross_attention, ranks, (shard.zigzag, False))
 
 
 def _exchange(attention: Attention, ranks: ContextParallel, zigzag: tuple[bool, bool]) -> None:

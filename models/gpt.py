@@ -3,70 +3,47 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..kernels.attention.dispatch import BackendSelection
-from ..kernels.attention.packed_sequences import document_position_ids
 from .config.batch_shape import BatchSpec
 from .config.gpt import GPTSlice
 from .dispatch.attention_calls import CallKind, decision_for
+from .language_model import BaseLanguageModel
 from .layers.attention import Backends
 from .layers.compiling import eager_layers
 from .layers.cost import Weights
 from .layers.position_embeddings import PositionEmbedding, build_position_table
-from .lm_head import (
-    OwnFunctions,
-    add_position_embeddings,
-    head_weights,
-    token_logits,
-    token_loss,
-)
+from .lm_head import add_position_embeddings, head_weights
 from .moe.moe_layer import find_moe_layers
 from .moe.token_mask import mask_up_to_last_label
-from .parallel.collectives import TensorParallel
-from .parallel.context import labels_of_all, whole_sequences
+from .parallel.context import labels_of_all, local_position_ids, whole_sequences
 from .parallel.context_attention import pack_documents
-from .parallel.pipeline import RankStages
 from .parallel.stages import StageInput
 from .peft.ptuning import PromptEncoder
 from .stack import Stack, build_stack
 
 
-class GPT(nn.Module):
-    """Decoder-only language model that returns logits, or the loss without materializing all logits.
+class GPT(BaseLanguageModel):
+    """Decoder-only language model.
 
     Args:
         token_embedding: (padded_vocab_size, hidden_size).
         position_embedding: learned position embedding, or None.
         decoder: causal stack with its final norm.
         head: bias-free output projection; None ties it to `token_embedding`.
-        vocab_size: vocabulary size without padding.
-        seq_length: sequence length of training and evaluation samples.
         max_positions: maximal sequence length, None for no limit.
         dropout: dropout of the embeddings, in training.
-        label_smoothing: label smoothing factor, in training.
         embedding_scale: factor of the embeddings.
         logits_softcap: bound of the logits, cap * tanh(logit / cap); 0 for none.
-        reset_position_ids: positions restart at 0 in each document of a sample.
-        reset_attention_mask: attention is within the documents of a sample.
-        attention_decisions: chosen attention backend and reason for each kind of call.
+        common: arguments of `BaseLanguageModel`.
 
     Attributes:
         prompt: p-tuning prompt encoder; None without.
     """
-
-    compiled: bool = False
-    """The layers are compiled with torch.compile, for training and evaluation."""
-    compile_reason: str = ""
-    """Reason for compiling or not, for the log."""
-    tensor_parallel: TensorParallel | None = None
-    """The ranks that share each layer and the vocabulary; None for one."""
-    own_functions: OwnFunctions = OwnFunctions()
-    """Loss and metrics of the user's own."""
-    pipeline: RankStages | None = None
-    """Pipeline stages of this rank; None: all of the model."""
 
     def __init__(
         self,
@@ -75,44 +52,24 @@ class GPT(nn.Module):
         position_embedding: PositionEmbedding | None,
         decoder: Stack,
         head: nn.Linear | None,
-        vocab_size: int,
-        seq_length: int,
         max_positions: int | None,
         dropout: float,
-        label_smoothing: float,
         embedding_scale: float,
         logits_softcap: float,
-        reset_position_ids: bool,
-        reset_attention_mask: bool,
-        attention_decisions: Mapping[str, BackendSelection],
+        **common: Any,
     ) -> None:
-        super().__init__()
+        super().__init__(**common)
         self.token_embedding = token_embedding
         self.position_embedding = position_embedding
         self.decoder = decoder
         self.head = head
-        self.vocab_size = vocab_size
-        self.seq_length = seq_length
+        self.head_bias = None
         self.max_positions = max_positions
         self.dropout = dropout
-        self.label_smoothing = label_smoothing
         self.embedding_scale = embedding_scale
         self.logits_softcap = logits_softcap
-        self.reset_position_ids = reset_position_ids
-        self.reset_attention_mask = reset_attention_mask
-        self.attention_decisions = dict(attention_decisions)
         self.prompt: PromptEncoder | None = None
         self._has_experts = bool(find_moe_layers(decoder))
-
-    @property
-    def output_weight(self) -> Tensor:
-        """Weight of the output projection, (padded_vocab_size, hidden_size)."""
-        return self.token_embedding.weight if self.head is None else self.head.weight
-
-    @property
-    def needs_documents(self) -> bool:
-        """True if training and evaluation require document ids."""
-        return self.reset_position_ids or self.reset_attention_mask
 
     def forward(self, tokens: Tensor, documents: Tensor | None = None) -> Tensor:
         """Return the logits of every next token.
@@ -125,14 +82,7 @@ class GPT(nn.Module):
         Returns:
             (batch, tokens, padded_vocab_size) in the dtype of the model; -inf for the vocabulary padding.
         """
-        hidden = self.hidden_states(tokens, documents)
-        return token_logits(
-            hidden,
-            self.output_weight,
-            vocab_size=self.vocab_size,
-            softcap=self.logits_softcap,
-            ranks=self.tensor_parallel,
-        )
+        return self.compute_logits(self.hidden_states(tokens, documents))
 
     def loss(
         self,
@@ -156,20 +106,6 @@ class GPT(nn.Module):
             A scalar in fp32 (fp64 for an fp64 model).
         """
         return self._loss(self.hidden_states(tokens, documents, self._routed(labels, padding)), labels, denominator)
-
-    def _loss(self, hidden: Tensor, labels: Tensor, denominator: Tensor | float) -> Tensor:
-        return token_loss(
-            hidden,
-            self.output_weight,
-            labels,
-            vocab_size=self.vocab_size,
-            label_smoothing=self.label_smoothing if self.training else 0.0,
-            denominator=denominator,
-            softcap=self.logits_softcap,
-            ranks=self.tensor_parallel,
-            own=self.own_functions,
-            training=self.training,
-        )
 
     def batch_loss(self, batch: Mapping[str, Tensor], denominator: Tensor | float) -> Tensor:
         """Return the loss of a batch, a mapping of the tensor arguments of `loss`."""
@@ -209,11 +145,10 @@ class GPT(nn.Module):
         if kind != "generation":
             positions, packed = None, None
             documents = whole_sequences(documents, shard)
-            if documents is not None and self.reset_position_ids:
-                positions = document_position_ids(documents)
-                positions = positions if shard is None else shard.local(positions)
+            if documents is not None and self.batch_spec.reset_position_ids:
+                positions = local_position_ids(documents, shard)
             hidden, dropout = self.decoder.begin(lambda: self._embed(tokens, positions), tokens, self.dropout, at)
-            if documents is not None and self.reset_attention_mask:
+            if documents is not None and self.batch_spec.packed:
                 dtype, mask = self.decoder.compute_dtype(hidden), decision.needs_mask
                 packed = pack_documents(documents, shard, dtype=dtype, causal=True, with_mask=mask)
             if self.prompt is not None:
@@ -248,6 +183,7 @@ class GPT(nn.Module):
 
         In a model that `needs_documents`, a call without them in eval mode is generation, whatever its length.
         """
+        seq_length = self.batch_spec.seq_length
         if documents is not None and not self.needs_documents:
             raise ValueError(
                 "`documents` must be None: the model was built without reset_position_ids and reset_attention_mask."
@@ -258,17 +194,17 @@ class GPT(nn.Module):
                 "reset_attention_mask."
             )
         if self.training:
-            if length != self.seq_length:
+            if length != seq_length:
                 raise ValueError(
                     f"`tokens` ({length} per sample) must have the sequence length that the model was built for "
-                    f"({self.seq_length}); pad the sample, set encoder_seq_length={length}, or call eval()."
+                    f"({seq_length}); pad the sample, set encoder_seq_length={length}, or call eval()."
                 )
             return "training"
-        if length == self.seq_length and (documents is not None or not self.needs_documents):
+        if length == seq_length and (documents is not None or not self.needs_documents):
             return "evaluation"
         if documents is not None:
             raise ValueError(
-                f"`documents` must come with samples of {self.seq_length} tokens, the sequence length that the model "
+                f"`documents` must come with samples of {seq_length} tokens, the sequence length that the model "
                 f"was built for, not {length}."
             )
         if length < 1 or (self.max_positions is not None and length > self.max_positions):
@@ -299,14 +235,12 @@ def build_gpt(gpt: GPTSlice, form: BatchSpec, decisions: Mapping[str, BackendSel
         decoder=build_stack(gpt.stack, backends),
         head=None if gpt.tied else nn.Linear(hidden_size, gpt.padded_vocab_size, bias=False),
         vocab_size=gpt.vocab_size,
-        seq_length=form.seq_length,
+        batch_spec=form,
         max_positions=gpt.max_positions,
         dropout=gpt.embedding_dropout,
         label_smoothing=gpt.label_smoothing,
         embedding_scale=gpt.embedding_scale,
         logits_softcap=gpt.logits_softcap,
-        reset_position_ids=form.reset_position_ids,
-        reset_attention_mask=form.packed,
         attention_decisions=decisions,
     )
 

@@ -14,7 +14,7 @@ from .kv_cache import CrossAttentionCache, KVCache, num_slots
 from .layer import Layer
 from .layers.attention_bias import RelativeBias, ScoreBias
 from .layers.compiling import eager_layers
-from .lm_head import add_decode_position_embeddings, add_position_embeddings, token_logits
+from .lm_head import add_decode_position_embeddings, add_position_embeddings
 from .stack import Stack
 from .t5 import T5
 
@@ -92,7 +92,7 @@ class GPTDecoder:
                 positions=self._cache.positions[:, None] if hidden.shape[1] == 1 else None,
                 terms=None if terms is None else terms(hidden.shape[1], hidden.shape[1]),
             )
-        return self._logits(hidden[torch.arange(self.batch_size, device=tokens.device), lengths - 1])
+        return model.compute_logits(hidden[torch.arange(self.batch_size, device=tokens.device), lengths - 1])
 
     @torch.no_grad()
     def step(self, tokens: Tensor) -> Tensor:
@@ -105,21 +105,11 @@ class GPTDecoder:
         hidden = model.decoder.forward_cached(
             hidden, self._cache.layers, positions=positions, terms=self._terms, fused=self._fused
         )
-        return self._logits(hidden[:, 0])
+        return model.compute_logits(hidden[:, 0])
 
     def reorder(self, rows: Tensor) -> None:
         """See `Decoder.reorder`."""
         self._cache.reorder(rows)
-
-    def _logits(self, hidden: Tensor) -> Tensor:
-        model = self._model
-        return token_logits(
-            hidden,
-            model.output_weight,
-            vocab_size=model.vocab_size,
-            softcap=model.logits_softcap,
-            ranks=model.tensor_parallel,
-        )
 
 
 class T5Decoder:
@@ -147,7 +137,7 @@ class T5Decoder:
         self.max_length = max_length
         self._model = model
         self._virtual_tokens = _num_virtual_tokens(model)
-        weight = model.decoder_embedding.weight
+        weight = model.output_embedding.weight
         self._cache = _build_cache(model.decoder, weight, batch_size, max_length)
         self._terms = _step_terms(model.decoder, max_length)
         self._memory_lengths = torch.zeros(batch_size // rows_per_encoding, dtype=torch.int64, device=weight.device)
@@ -189,7 +179,7 @@ class T5Decoder:
             for cached in self._memories
         ]
         hidden = add_decode_position_embeddings(
-            model.decoder_embedding(tokens[:, None]), model.decoder_position_embedding, positions
+            model.output_embedding(tokens[:, None]), model.decoder_position_embedding, positions
         )
         hidden = model.decoder.forward_cached(
             hidden, self._cache.layers, positions=positions, terms=self._terms, memories=memories

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from torch import Tensor, nn
 
-from .assemble import LanguageModel
+from .language_model import BaseLanguageModel
 from .parallel.partition import RankPart, partitions_of, set_partitions
 from .parallel.pipeline import PipelineParallel, RankStages
 from .parallel.relay import Relay
@@ -31,20 +31,19 @@ class OnOtherStage(nn.Module):
         raise RuntimeError("this pipeline stage does not have the module that was called")
 
 
-def apply_pipeline_parallel(model: LanguageModel, stacks: Sequence[Stack], ranks: PipelineParallel) -> None:
+def apply_pipeline_parallel(model: BaseLanguageModel, ranks: PipelineParallel) -> None:
     """Remove from a model what the stages of this rank do not have, in place; after all other plans.
 
     Args:
         model: model on the meta device, which gets `pipeline` and `partitions` (`partitions_of`).
-        stacks: its stacks in forward order.
         ranks: the pipeline ranks.
 
     Raises:
         ValueError: the layers cannot be distributed so.
     """
-    stages = ranks.split.stages(*(stack.num_layers for stack in stacks))
-    holders = _holders(model, stacks, stages, ranks)
-    for stack in stacks:
+    stages = ranks.split.stages(*(stack.num_layers for stack in model.stacks))
+    holders = _holders(model, stages, ranks)
+    for stack in model.stacks:
         _ = stack.draws_dropout  # of all layers
     _remove(model, (path for path, found in holders.items() if ranks.rank not in found))
     if getattr(model, "default_partition", None) is None:
@@ -59,15 +58,14 @@ def apply_pipeline_parallel(model: LanguageModel, stacks: Sequence[Stack], ranks
     model.pipeline = RankStages(own, shared, groups)
 
 
-def distribute_layers(model: LanguageModel, stacks: Sequence[Stack], relay: Relay) -> None:
+def distribute_layers(model: BaseLanguageModel, relay: Relay) -> None:
     """Remove the layers of other pipeline ranks from a model for inference on the meta device, in place.
 
     Args:
-        model: model on the meta device.
-        stacks: its stacks, each with at least as many layers as there are ranks.
+        model: model on the meta device, of which each stack has at least as many layers as there are ranks.
         relay: the pipeline ranks.
     """
-    for stack in stacks:
+    for stack in model.stacks:
         stack.relay = relay
     _remove(
         model,
@@ -81,7 +79,7 @@ def distribute_layers(model: LanguageModel, stacks: Sequence[Stack], relay: Rela
 
 
 def _holders(
-    model: LanguageModel, stacks: Sequence[Stack], stages: Sequence[Stage], ranks: PipelineParallel
+    model: BaseLanguageModel, stages: Sequence[Stage], ranks: PipelineParallel
 ) -> Mapping[str, tuple[int, ...]]:
     """Return the pipeline ranks that have a module or parameter, by its path, in forward order."""
 
@@ -96,7 +94,7 @@ def _holders(
     ):
         if name not in names.values():
             found[name] = of([stage for stage in stages if _has(model, name, stage)])
-    for index, stack in enumerate(stacks):
+    for index, stack in enumerate(model.stacks):
         own = [stage for stage in stages if stage.stack == index]
         found |= {
             f"{names[stack]}.layers.{number}": of([s for s in own if number in s.layers])
@@ -109,7 +107,7 @@ def _holders(
     return found
 
 
-def _has(model: LanguageModel, name: str, stage: Stage) -> bool:
+def _has(model: BaseLanguageModel, name: str, stage: Stage) -> bool:
     """Return True if a stage has a module or parameter of the model beside the stacks."""
     if name in ("head", "head_bias", "transform", "transform_norm"):
         return stage.last

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..kernels.attention.dispatch import BackendSelection
-from ..kernels.attention.packed_sequences import document_position_ids
 from ..kernels.autocast import autocast_dtype
 from .config.batch_shape import BatchSpec
 from .config.t5 import T5Slice, T5StackSlice
 from .dispatch.attention_calls import CallKind, decision_for
+from .language_model import BaseLanguageModel
 from .layers.attention import Backends
 from .layers.attention_bias import CrossRelativeBias, position_bias_parameters
 from .layers.compiling import eager_layers
@@ -22,19 +22,11 @@ from .layers.context import Memory
 from .layers.cost import StackInputs, Weights
 from .layers.dropout import token_places
 from .layers.position_embeddings import PositionEmbedding, build_position_table
-from .lm_head import (
-    OwnFunctions,
-    add_position_embeddings,
-    head_weights,
-    token_logits,
-    token_loss,
-)
+from .lm_head import add_position_embeddings, head_weights
 from .moe.moe_layer import find_moe_layers
 from .moe.token_mask import mask_documents_with_label, mask_rows_with_label
-from .parallel.collectives import TensorParallel
-from .parallel.context import labels_of_all, whole_sequences
+from .parallel.context import labels_of_all, local_position_ids, whole_sequences
 from .parallel.context_attention import pack_cross_documents, pack_documents
-from .parallel.pipeline import RankStages
 from .parallel.stages import StageInput
 from .peft.ptuning import PromptEncoder
 from .stack import Stack, build_stack
@@ -55,8 +47,8 @@ class EncoderOutput(NamedTuple):
     tokens: Tensor | None = None
 
 
-class T5(nn.Module):
-    """Encoder-decoder model that returns the decoder's logits, or the loss without materializing all logits.
+class T5(BaseLanguageModel):
+    """Encoder-decoder language model, of which logits and loss are those of the decoder.
 
     Args:
         token_embedding: (padded_vocab_size, hidden_size), of the encoder or of both stacks.
@@ -69,28 +61,13 @@ class T5(nn.Module):
         head: bias-free output projection; None ties it to the decoder's token embedding.
         head_bias: add a bias to the logits.
         output_scale: factor of the decoder's output before the head.
-        vocab_size: vocabulary size without padding.
-        batch_spec: shape of the samples of training and evaluation.
         max_positions: maximal sequence lengths of encoder and decoder, None for no limit.
         dropouts: dropout of the embeddings of encoder and decoder, in training.
-        label_smoothing: label smoothing factor, in training.
-        attention_decisions: attention backend and reason for each attention and kind of call (`encoder training`,
-            `cross generation`).
+        common: arguments of `BaseLanguageModel`.
 
     Attributes:
         prompt: p-tuning prompt encoder of the encoder's input; None without.
     """
-
-    compiled: bool = False
-    """The layers are compiled with torch.compile, for training and evaluation."""
-    compile_reason: str = ""
-    """Reason for compiling or not, for the log."""
-    tensor_parallel: TensorParallel | None = None
-    """The ranks that share each layer and the vocabulary; None for one."""
-    own_functions: OwnFunctions = OwnFunctions()
-    """Loss and metrics of the user's own."""
-    pipeline: RankStages | None = None
-    """Pipeline stages of this rank; None: all of the model."""
 
     def __init__(
         self,
@@ -105,14 +82,11 @@ class T5(nn.Module):
         head: nn.Linear | None,
         head_bias: bool,
         output_scale: float,
-        vocab_size: int,
-        batch_spec: BatchSpec,
         max_positions: tuple[int | None, int | None],
         dropouts: tuple[float, float],
-        label_smoothing: float,
-        attention_decisions: Mapping[str, BackendSelection],
+        **common: Any,
     ) -> None:
-        super().__init__()
+        super().__init__(**common)
         self.token_embedding = token_embedding
         self.decoder_token_embedding = decoder_token_embedding
         self.encoder_position_embedding = encoder_position_embedding
@@ -123,25 +97,16 @@ class T5(nn.Module):
         self.head = head
         self.head_bias = nn.Parameter(torch.zeros(token_embedding.num_embeddings)) if head_bias else None
         self.output_scale = output_scale
-        self.vocab_size = vocab_size
-        self.batch_spec = batch_spec
         self.max_positions = max_positions
         self.dropouts = dropouts
-        self.label_smoothing = label_smoothing
-        self.attention_decisions = dict(attention_decisions)
         self.prompt: PromptEncoder | None = None
         self._encoder_has_experts = bool(find_moe_layers(encoder))
         self._decoder_has_experts = bool(find_moe_layers(decoder))
 
     @property
-    def decoder_embedding(self) -> nn.Embedding:
+    def output_embedding(self) -> nn.Embedding:
         """Token embedding of the decoder."""
         return self.token_embedding if self.decoder_token_embedding is None else self.decoder_token_embedding
-
-    @property
-    def output_weight(self) -> Tensor:
-        """Weight of the output projection, (padded_vocab_size, hidden_size)."""
-        return self.decoder_embedding.weight if self.head is None else self.head.weight
 
     def forward(
         self,
@@ -174,12 +139,6 @@ class T5(nn.Module):
             decoder_documents=decoder_documents,
         )
         return self.compute_logits(hidden)
-
-    def compute_logits(self, hidden: Tensor) -> Tensor:
-        """Return the logits of an output of `hidden_states` or `decode`, (..., padded_vocab_size)."""
-        return token_logits(
-            hidden, self.output_weight, self.head_bias, vocab_size=self.vocab_size, ranks=self.tensor_parallel
-        )
 
     def loss(
         self,
@@ -215,20 +174,6 @@ class T5(nn.Module):
             decoder_routed=self._decoder_routed(labels),
         )
         return self._loss(hidden, labels, denominator)
-
-    def _loss(self, hidden: Tensor, labels: Tensor, denominator: Tensor | float) -> Tensor:
-        return token_loss(
-            hidden,
-            self.output_weight,
-            labels,
-            vocab_size=self.vocab_size,
-            bias=self.head_bias,
-            label_smoothing=self.label_smoothing if self.training else 0.0,
-            denominator=denominator,
-            ranks=self.tensor_parallel,
-            own=self.own_functions,
-            training=self.training,
-        )
 
     def batch_loss(self, batch: Mapping[str, Tensor], denominator: Tensor | float) -> Tensor:
         """Return the loss of a batch, a mapping of the tensor arguments of `loss`."""
@@ -371,8 +316,7 @@ class T5(nn.Module):
         padding = whole_sequences(padding, shard)
         if documents is not None:
             documents = documents if shard is None else shard.gather(documents)
-            positions = document_position_ids(documents)
-            positions = positions if shard is None else shard.local(positions)
+            positions = local_position_ids(documents, shard)
 
         def embed() -> Tensor:
             embedded = self.token_embedding(tokens)
@@ -415,8 +359,7 @@ class T5(nn.Module):
         if documents is not None and encoder_documents is not None:
             if shard is not None and shards is not None:
                 documents, encoder_documents = shard.gather(documents), shards[1].gather(encoder_documents)
-            positions, dtype = document_position_ids(documents), autocast_dtype(encoded.hidden)
-            positions = positions if shard is None else shard.local(positions)
+            positions, dtype = local_position_ids(documents, shard), autocast_dtype(encoded.hidden)
             packed = pack_documents(documents, shard, dtype=dtype, causal=True, with_mask=decision.needs_mask)
             mask = cross_decision.needs_mask
             cross_packed = pack_cross_documents(documents, encoder_documents, shards, dtype=dtype, with_mask=mask)
@@ -426,7 +369,7 @@ class T5(nn.Module):
             terms = self.cross_positions(ranks * tokens.shape[1], ranks * encoded.hidden.shape[1]).distance_bias
 
         def embed() -> Tensor:
-            embedded = self.decoder_embedding(tokens)
+            embedded = self.output_embedding(tokens)
             return add_position_embeddings(embedded, self.decoder_position_embedding, positions, shard)
 
         hidden, dropout = self.decoder.begin(embed, tokens, self.dropouts[1], at)

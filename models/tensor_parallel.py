@@ -15,12 +15,11 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from .bert import BERT
 from .config.dense_stack import AttentionSlice
 from .config.families import FamilySlice
 from .config.stack import StackSlice
 from .config.t5 import T5Slice
-from .gpt import GPT
+from .language_model import BaseLanguageModel
 from .layer import Layer
 from .layers.attention_bias import OwnBias, ScoreBiasModule
 from .layers.cross_attention import CrossAttention
@@ -92,7 +91,7 @@ def group_parts(groups: int, ranks: int) -> int:
 # ---------------------------------------------------------------- plan
 
 
-def apply_tensor_parallel(model: GPT | T5 | BERT, full: FamilySlice, ranks: TensorParallel) -> None:
+def apply_tensor_parallel(model: BaseLanguageModel, full: FamilySlice, ranks: TensorParallel) -> None:
     """Split a model, built from `rank_slice` on the meta device, over the ranks, in place.
 
     Args:
@@ -102,8 +101,7 @@ def apply_tensor_parallel(model: GPT | T5 | BERT, full: FamilySlice, ranks: Tens
     """
     model.tensor_parallel = ranks
     vocabulary = ranks.part(even_partition(0, ranks.size, full.padded_vocab_size))
-    has_bias = getattr(model, "head_bias", None) is not None
-    set_partitions(model, {"head_bias": vocabulary} if has_bias else {}, default=ranks.part(None))
+    set_partitions(model, {} if model.head_bias is None else {"head_bias": vocabulary}, default=ranks.part(None))
     if model.head is not None:
         set_partitions(model.head, {"weight": vocabulary})
     model.token_embedding = VocabularyParallelEmbedding(model.token_embedding, ranks)
@@ -115,7 +113,7 @@ def apply_tensor_parallel(model: GPT | T5 | BERT, full: FamilySlice, ranks: Tens
         if model.cross_positions is not None:
             _split_positions(model.cross_positions, full.cross_attention.heads, ranks)
     else:
-        _split_stack(model.encoder if isinstance(model, BERT) else model.decoder, full.stacks[0], None, ranks)
+        _split_stack(model.stacks[0], full.stacks[0], None, ranks)
 
 
 def _split_stack(stack: Stack, full: StackSlice, cross: AttentionSlice | None, ranks: TensorParallel) -> None:

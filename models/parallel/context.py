@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ...kernels.attention.packed_sequences import document_position_ids
 from ..dispatch.context_calls import ContextSplit
 
 _ops: Any = torch.ops._c10d_functional
@@ -172,6 +173,14 @@ class SequenceShard:
 def whole_sequences(tokens: Tensor | None, shard: SequenceShard | None) -> Tensor | None:
     """Return small numbers of the tokens of all ranks, (batch, whole length), if ranks share the sequences."""
     return tokens if tokens is None or shard is None else shard.gather(tokens)
+
+
+def local_position_ids(documents: Tensor, shard: SequenceShard | None) -> Tensor:
+    """Return the position ids of the rank's tokens, from 0 in each document, given the document ids of whole
+    sequences.
+    """
+    positions = document_position_ids(documents)
+    return positions if shard is None else shard.local(positions)
 
 
 def labels_of_all(labels: Tensor, shard: SequenceShard | None) -> Tensor:

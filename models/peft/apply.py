@@ -6,6 +6,7 @@ from torch import nn
 
 from ..config.families import FamilySlice
 from ..config.peft import AdapterSlice, IA3Slice, LoRASlice, PeftSlice, PromptSlice, SelectiveSlice
+from ..language_model import BaseLanguageModel
 from ..layer import Layer
 from ..layers.mlp import MLP
 from ..moe.moe_layer import MoE
@@ -19,20 +20,19 @@ from .lora_parallel import add_lora
 from .ptuning import PromptEncoder
 
 
-def apply_peft(model: nn.Module, stacks: tuple[Stack, ...], model_slice: FamilySlice, peft: PeftSlice) -> None:
+def apply_peft(model: BaseLanguageModel, model_slice: FamilySlice, peft: PeftSlice) -> None:
     """Add the PEFT modules to a model on the meta device and freeze all other parameters, in place.
 
     Args:
         model: built from `model_slice`; split over the tensor-parallel ranks before, if it is.
-        stacks: stacks of the model, in the order of its slice.
         model_slice: slice of the model.
         peft: PEFT scheme.
 
     Raises:
         ValueError: a selected layer does not exist, or a name of `selective` matches no parameter.
     """
-    _check_layers(stacks, peft)
-    for stack, part in zip(stacks, model_slice.stacks, strict=True):
+    _check_layers(model.stacks, peft)
+    for stack, part in zip(model.stacks, model_slice.stacks, strict=True):
         for index, layer in enumerate(stack.layers):
             assert isinstance(layer, Layer)
             match peft:

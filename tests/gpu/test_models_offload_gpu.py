@@ -14,7 +14,7 @@ from tiny_run import final_hashes, tiny_config
 
 from stoker.kernels.attention.flags import AttentionFlags
 from stoker.models import build
-from stoker.models.build import build_model, get_stacks
+from stoker.models.build import build_model
 from stoker.models.config.batch_shape import BatchSpec
 from stoker.models.config.families import family_slice
 from stoker.models.config.gpt import GPTKeys
@@ -56,7 +56,7 @@ def model_of(*, t5: bool = False, **changes: Any) -> tuple[Any, Any]:
 
 def loss_of(model: Any, seed: int) -> torch.Tensor:
     torch.manual_seed(seed)
-    count = 3 if len(get_stacks(model)) > 1 else 2
+    count = 3 if len(model.stacks) > 1 else 2
     texts = [torch.randint(0, VOCAB, (SAMPLES, TOKENS), device="cuda") for _ in range(count)]
     return model.loss(*texts, denominator=float(SAMPLES * TOKENS))
 
@@ -78,7 +78,7 @@ def steps(model: Any, count: int = 3) -> list[torch.Tensor]:
 
 
 def offloads_of(model: Any) -> list[ActivationOffload]:
-    found = [stack.activation_offload for stack in get_stacks(model)]
+    found = [stack.activation_offload for stack in model.stacks]
     return [offload for offload in found if offload is not None]
 
 
@@ -122,7 +122,7 @@ def test_steps_are_bit_equal(t5: bool, changes: dict[str, Any], compile_layers: 
 
     def plain(keys: dict[str, Any]) -> Any:
         model, _ = model_of(t5=t5, compile=compile_layers, **(keys if compile_layers else changes))
-        for stack in get_stacks(model):
+        for stack in model.stacks:
             stack.activation_offload = stack.weight_offload = None
         return model
 
@@ -132,7 +132,7 @@ def test_steps_are_bit_equal(t5: bool, changes: dict[str, Any], compile_layers: 
         if not all(map(torch.equal, expected, steps(plain(keys)))):
             pytest.skip("this model does not give the same bits twice on this device")
         model, _ = model_of(t5=t5, compile=compile_layers, **keys)
-        assert len(offloads_of(model)) == len(find_weight_offloads(model)) == len(get_stacks(model))
+        assert len(offloads_of(model)) == len(find_weight_offloads(model)) == len(model.stacks)
         found = steps(model)
         assert all(map(torch.equal, expected, found))
         assert all(part.sent_bytes > 0 for part in offloads_of(model))
@@ -174,7 +174,7 @@ def test_weights_are_off_the_device_when_the_backward_begins() -> None:
     kept = torch.cuda.memory_allocated() - there
     del loss
     copies = CudaCopyEngine(torch.device("cuda"))
-    (stack,) = get_stacks(model)
+    (stack,) = model.stacks
     stack.weight_offload = WeightOffload(copies, list(stack.layers), LAYERS - 1)
     loss = loss_of(model, 1)
     expected = there + kept - stack.weight_offload.sent_bytes

@@ -30,7 +30,7 @@ from stoker.kernels.attention.flash import ops
 from stoker.kernels.lora import lora_gated_mlp, lora_linear
 from stoker.kernels.moe import expert_mlps, grouped_matmul, permute
 from stoker.models.assemble import assemble
-from stoker.models.build import TORCH_DTYPES, get_stacks
+from stoker.models.build import TORCH_DTYPES
 from stoker.models.config.peft import peft_slice
 from stoker.models.dispatch.attention_choices import plan_attentions
 from stoker.models.fp8 import apply_fp8
@@ -95,14 +95,14 @@ def model_of(facts: RunInputs) -> Any:
     peft = peft_slice(facts.model_config.peft)
     if peft is not None:
         with torch.device("meta"):
-            apply_peft(model, get_stacks(model), facts.family, peft)
+            apply_peft(model, facts.family, peft)
     ranks = None
     if facts.tensor_parallel:  # fake collectives need no process group
         ranks = TensorParallel(0, facts.mesh.tensor, "none", sequence=facts.mesh.sequence)
         apply_tensor_parallel(model, facts.run.with_vocabulary(facts.vocab_size), ranks)
-    apply_fp8(get_stacks(model), facts.family.stacks, ranks)
+    apply_fp8(model.stacks, facts.family.stacks, ranks)
     model = model.to(TORCH_DTYPES[facts.precision.weights])
-    for part, stack in zip(stacks, get_stacks(model), strict=True):
+    for part, stack in zip(stacks, model.stacks, strict=True):
         names = (
             ["training"] if not part.name else [f"{part.name} training", *(["cross training"] if part.cross else [])]
         )
@@ -210,7 +210,7 @@ def saved_and_sent_compiled(
         raise _PartitionedError
 
     model, inputs = model_of(facts), facts.stacks[stack]
-    module = get_stacks(model)[stack]
+    module = model.stacks[stack]
     width, dtype = inputs.stack.hidden_size, TORCH_DTYPES[facts.precision.weights]
     shards = inputs.residual_tokens < inputs.tokens
     shape = (1, inputs.residual_tokens) if shards else (inputs.batch, inputs.length)

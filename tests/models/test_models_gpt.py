@@ -329,7 +329,7 @@ def test_kinds_can_be_left_out() -> None:
         kinds=("evaluation", "generation"), seq_length=6,
     )  # fmt: skip
     tokens, _ = tokens_and_labels()
-    assert model.seq_length == 6
+    assert model.batch_spec.seq_length == 6
     with pytest.raises(ValueError, match="a training call"):
         model(tokens[:, :6])
     assert model.eval()(tokens[:, :6]).shape[1] == 6

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from stoker.kernels.attention.flags import AttentionFlags
 from stoker.models import stack
-from stoker.models.build import LanguageModel, build_model, get_stacks
+from stoker.models.build import LanguageModel, build_model
 from stoker.models.config.batch_shape import BatchSpec
 from stoker.models.config.gpt import GPTKeys
 from stoker.models.config.t5 import T5Keys
@@ -33,9 +33,9 @@ def fail(error: Exception) -> None:
 
 def capture_all(model: LanguageModel, capture: Capture) -> list[LayerGraphs]:
     """Capture the layers of each stack; return their graphs."""
-    for each in get_stacks(model):
+    for each in model.stacks:
         each.capture_layers(capture, fail)
-    first = [each.layers[0] for each in get_stacks(model)]
+    first = [each.layers[0] for each in model.stacks]
     return [(layer.route if "route" in vars(layer) else layer.forward).args[0] for layer in first]  # type: ignore[union-attr]
 
 
@@ -191,7 +191,7 @@ def test_a_failure_is_told_once_and_layers_stay_eager() -> None:
 
     told: list[str] = []
     ours, theirs, strict = gpt(), gpt(), gpt()
-    get_stacks(ours)[0].capture_layers(capture, lambda error: told.append(str(error)))
+    ours.stacks[0].capture_layers(capture, lambda error: told.append(str(error)))
     assert_equal(run_passes(ours, 8, gpt_batch), run_passes(theirs, 8, gpt_batch))
     assert told == ["tried to allocate"]
     capture_all(strict, capture)
@@ -208,6 +208,6 @@ def test_passes_that_graphs_do_not_support_are_errors() -> None:
     model.batch_loss(gpt_batch(2, 2), 16.0).backward()
     with pytest.raises(RuntimeError, match="ran again before"):
         first.backward()
-    get_stacks(model)[0].layers[1].register_forward_pre_hook(lambda _, given: (given[0] * 2, *given[1:]))
+    model.stacks[0].layers[1].register_forward_pre_hook(lambda _, given: (given[0] * 2, *given[1:]))
     with pytest.raises(RuntimeError, match="was replaced"):
         model.batch_loss(gpt_batch(3, 2), 16.0)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from stoker.kernels.attention.flags import AttentionFlags
-from stoker.models.build import build_model, copy_engine_factory, get_stacks
+from stoker.models.build import build_model, copy_engine_factory
 from stoker.models.config.batch_shape import BatchSpec
 from stoker.models.config.gpt import GPTKeys
 from stoker.models.config.t5 import T5Keys
@@ -58,21 +58,21 @@ def model_of(*, t5: bool = False, dtype: torch.dtype = torch.float32, **changes:
 def offloaded(model: Any, layers: int = 3, least_size: int = LEAST) -> DeferredCopies:
     """Offload the first layers of each stack."""
     copies = DeferredCopies()
-    for stack in get_stacks(model):
+    for stack in model.stacks:
         stack.activation_offload = ActivationOffload(copies, layers, least_size=least_size)
     return copies
 
 
 def sent_by(model: Any) -> list[int]:
     """Bytes that the last forward of each stack has sent to the host."""
-    return [stack.activation_offload.sent_bytes for stack in get_stacks(model) if stack.activation_offload is not None]
+    return [stack.activation_offload.sent_bytes for stack in model.stacks if stack.activation_offload is not None]
 
 
 def loss_of(model: Any, seed: int = 0) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     texts = [torch.randint(0, VOCAB, (2, TOKENS), generator=generator) for _ in range(3)]
     torch.manual_seed(seed)
-    count = 3 if len(get_stacks(model)) > 1 else 2
+    count = 3 if len(model.stacks) > 1 else 2
     return model.loss(*texts[:count], denominator=32.0)
 
 
@@ -180,7 +180,7 @@ def test_order_is_that_of_transformer_engine() -> None:
         told.append((what, number, [name for name, _ in copies.events]))
         copies.events.clear()
 
-    for number, layer in enumerate(get_stacks(model)[0].layers):
+    for number, layer in enumerate(model.stacks[0].layers):
         layer.register_forward_pre_hook(lambda *_, number=number: tell("forward", number))
         layer.register_full_backward_pre_hook(lambda *_, number=number: tell("backward", number))
     loss_of(model).backward()
@@ -213,7 +213,7 @@ def test_device_holds_as_many_layers_as_promised(layers: int) -> None:
         most[what] = max(most[what], copies.held)
         sizes.append(copies.held)
 
-    for layer in get_stacks(model)[0].layers:
+    for layer in model.stacks[0].layers:
         layer.register_forward_hook(lambda *_: measure("forward"))
         layer.register_full_backward_pre_hook(lambda *_: measure("backward"))
     loss = loss_of(model)
@@ -228,7 +228,7 @@ def test_device_holds_as_many_layers_as_promised(layers: int) -> None:
 def test_what_is_saved_twice_is_copied_once_and_parameters_stay() -> None:
     """The bytes that are sent are those of the storages that the first layers save, but for weights and small ones."""
     model = model_of(hidden_dropout=0.0, attention_dropout=0.0, ffn_dropout=0.0)
-    (stack,) = get_stacks(model)
+    (stack,) = model.stacks
     stays = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     storages: list[dict[int, int]] = []
     saves = [0]
@@ -528,9 +528,9 @@ def test_what_is_cheap_is_made_again_and_not_moved(
     idle = model_of(t5=t5, **on, **changes)
     install(monkeypatch)
     ours = model_of(t5=t5, **on, **changes)
-    for stack in get_stacks(ours):
+    for stack in ours.stacks:
         assert [mlp_norm_recompute(layer) for layer in stack.layers] == [norms] * 3 + [False] * (LAYERS - 3)
-    assert not any(mlp_norm_recompute(layer) for stack in get_stacks(idle) for layer in stack.layers)
+    assert not any(mlp_norm_recompute(layer) for stack in idle.stacks for layer in stack.layers)
     expected = gradients(plain, lambda: [loss_of(plain)])
     for model in (idle, ours):
         assert_equal(gradients(model, lambda model=model: [loss_of(model)]), expected)

@@ -17,7 +17,7 @@ from tiny_run import tiny_config
 from torch import nn
 
 from stoker.kernels.attention.flags import AttentionFlags
-from stoker.models.build import build_model, enable_offloading, get_stacks
+from stoker.models.build import build_model, enable_offloading
 from stoker.models.config.batch_shape import BatchSpec
 from stoker.models.config.families import family_slice
 from stoker.models.config.gpt import GPTKeys
@@ -198,7 +198,7 @@ def test_what_a_run_says_in_the_end() -> None:
     copies = DeferredCopies()
     enable_offloading(model, family_slice(keys, vocab_size=50, batch_spec=BatchSpec(seq_length=16)), lambda: copies)
     copies.pool.size = 3 << 30
-    (part,) = get_stacks(model)
+    (part,) = model.stacks
     assert part.activation_offload is not None
     assert part.weight_offload is not None
     part.activation_offload.sent_bytes, part.weight_offload.sent_bytes = 1 << 30, 1 << 29
@@ -266,7 +266,7 @@ def test_slices_become_parts_of_the_stacks(monkeypatch: pytest.MonkeyPatch) -> N
     keys = GPTKeys.model_validate({**STACK, "encoder_seq_length": 16, "cpu_offloading": True})
     described = family_slice(keys, vocab_size=50, batch_spec=BatchSpec(seq_length=16))
     model = model_of()
-    (part,) = get_stacks(model)
+    (part,) = model.stacks
     assert part.activation_offload is None  # nothing on a CPU
     made: list[DeferredCopies] = []
     enable_offloading(model, described, lambda: (made.append(DeferredCopies()), made[-1])[1])

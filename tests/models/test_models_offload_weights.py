@@ -11,14 +11,13 @@ from test_models_offload import LAYERS, LEAST, assert_equal, loss_of, model_of
 from tiers import extra, full_only
 from torch import Tensor
 
-from stoker.models.build import get_stacks
 from stoker.models.memory.offload_activations import ActivationOffload
 from stoker.models.memory.offload_weights import WeightOffload, find_weight_offloads
 
 
 def offload_weights(model: Any, layers: int, *, activations: bool = False) -> DeferredCopies:
     copies = DeferredCopies()
-    for stack in get_stacks(model):
+    for stack in model.stacks:
         stack.weight_offload = WeightOffload(copies, list(stack.layers), layers, least_size=LEAST)
         if activations:
             stack.activation_offload = ActivationOffload(DeferredCopies(), layers, least_size=LEAST)
@@ -74,7 +73,7 @@ def test_steps_of_compiled_layers_are_bit_equal() -> None:
 def on_device(model: Any) -> list[bool]:
     """For each layer of the first stack, whether all its matrices are on the device; never some of them."""
     there: list[bool] = []
-    for layer in get_stacks(model)[0].layers:
+    for layer in model.stacks[0].layers:
         sizes = {p.untyped_storage().nbytes() > 0 for p in layer.parameters() if p.nbytes >= LEAST}
         assert len(sizes) == 1
         there.append(sizes.pop())
@@ -87,7 +86,7 @@ def test_weights_leave_after_the_forward_and_come_back_one_layer_before_they_are
     copies = offload_weights(model, layers)
     told: dict[tuple[str, int], list[bool]] = {}
 
-    for number, layer in enumerate(get_stacks(model)[0].layers):
+    for number, layer in enumerate(model.stacks[0].layers):
         layer.register_forward_hook(lambda *_, number=number: told.update({("forward", number): on_device(model)}))
         layer.register_full_backward_pre_hook(
             lambda *_, number=number: told.update({("backward", number): on_device(model)})
@@ -106,12 +105,12 @@ def test_weights_leave_after_the_forward_and_come_back_one_layer_before_they_are
     assert told["backward", 1] == [yes] * 5
     names = [name for name, _ in copies.events]
     assert names.count("send") == names.count("fetch") == 4 * layers
-    offload = get_stacks(model)[0].weight_offload
+    offload = model.stacks[0].weight_offload
     assert offload is not None
     assert sum(size for name, size in copies.events if name == "send") == offload.sent_bytes
     assert offload.sent_bytes == sum(
         parameter.nbytes
-        for layer in list(get_stacks(model)[0].layers)[:layers]
+        for layer in list(model.stacks[0].layers)[:layers]
         for parameter in layer.parameters()
         if parameter.nbytes >= LEAST
     )
@@ -123,7 +122,7 @@ def test_weights_have_time_to_leave(layers: int) -> None:
     model = model_of()
     offload_weights(model, layers)
     seen: list[int] = []
-    for layer in get_stacks(model)[0].layers:
+    for layer in model.stacks[0].layers:
         layer.register_forward_pre_hook(lambda *_: seen.append(on_device(model).index(True)))
     loss = loss_of(model)
     away = max(2, LAYERS - layers)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -239,7 +240,7 @@ def test_position_places_are_those_of_the_sample() -> None:
     """`learned_parameters` does not restart with a document, `learned_absolute` does."""
     documents = torch.tensor([[0] * 6 + [1] * 10] * 2).int()
     model = gpt("learned_parameters")
-    model.reset_position_ids = True
+    model.batch_spec = replace(model.batch_spec, reset_position_ids=True)
     torch.testing.assert_close(model(some_tokens(TOKENS), documents), gpt("learned_parameters")(some_tokens(TOKENS)))
 
 

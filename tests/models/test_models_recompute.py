@@ -19,7 +19,7 @@ from stoker.kernels import gated_down_projection as gated_projection_module
 from stoker.kernels.attention import recompute_scores
 from stoker.kernels.attention.flags import AttentionFlags
 from stoker.models.bert import BERT
-from stoker.models.build import LanguageModel, build_model, get_stacks
+from stoker.models.build import LanguageModel, build_model
 from stoker.models.config.batch_shape import BatchSpec
 from stoker.models.config.bert import BertKeys
 from stoker.models.config.families import FamilyKeys
@@ -184,7 +184,7 @@ def test_each_stack_of_a_t5_has_a_mode_of_its_own(stack: str, monkeypatch: pytes
     runs = layer_runs(monkeypatch)
     model = t5(**{stack: full("block", 2)})
     assert_same(trained(model), plain)
-    for name, part in zip(("encoder", "decoder"), get_stacks(model), strict=True):
+    for name, part in zip(("encoder", "decoder"), model.stacks, strict=True):
         assert [runs[id(layer)] for layer in part.layers] == [2, 2, 1] if name == stack else [1, 1, 1]
 
 

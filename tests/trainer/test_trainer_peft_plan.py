@@ -13,7 +13,7 @@ from tiny_run import tiny_config
 from torch.utils._pytree import tree_leaves
 
 from stoker.kernels.attention.flags import AttentionFlags
-from stoker.models.build import build_model, get_stacks, num_parameters
+from stoker.models.build import build_model, num_parameters
 from stoker.models.config.peft import peft_slice
 from stoker.models.model_cost import training_flops_per_sample
 from stoker.models.peft.apply import trainable_parameters
@@ -130,7 +130,7 @@ def test_the_backward_pass_ends_where_nothing_before_is_trained(given: list[str]
         peft=peft_slice(root.model.peft),
     )
     ran: set[tuple[int, int]] = set()
-    for at, stack in enumerate(get_stacks(model)):
+    for at, stack in enumerate(model.stacks):
         for number, layer in enumerate(stack.layers):
 
             def note(layer: object, given: object, found: Any, place: tuple[int, int] = (at, number)) -> None:
@@ -142,7 +142,7 @@ def test_the_backward_pass_ends_where_nothing_before_is_trained(given: list[str]
     tokens = [torch.randint(100, (1, length)) for length in lengths]
     model.train()
     model.loss(*tokens, tokens[-1], 1.0)  # type: ignore[operator]
-    expected = {(at, n) for at, stack in enumerate(get_stacks(model)) for n in range(begins[at], len(stack.layers))}
+    expected = {(at, n) for at, stack in enumerate(model.stacks) for n in range(begins[at], len(stack.layers))}
     assert ran == expected
 
 

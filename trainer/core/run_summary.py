@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import nn
 
-from ...models.build import LanguageModel, get_stacks, num_parameters
+from ...models.build import LanguageModel, num_parameters
 from ...models.config.families import keys_by_stack
 from ...models.config.memory import join_module_names
 from ...models.config.peft import FROZEN_SCHEMES
@@ -174,7 +174,7 @@ def no_effect_on_host(keys: Sequence[str], device_type: str = "") -> str:
 def describe_offload(run: ResolvedRun, model: LanguageModel, device: torch.device) -> Iterator[str]:
     """Yield a line for each stack with `cpu_offloading`."""
     recomputed = recomputed_for_offload(run.family, model.attention_decisions, run.peft, compiled=model.compiled)
-    rows = zip(keys_by_stack(run.model), run.family.stacks, get_stacks(model), recomputed, strict=True)
+    rows = zip(keys_by_stack(run.model), run.family.stacks, model.stacks, recomputed, strict=True)
     for at, part, stack, modules in rows:
         offload = part.offload
         if offload is None:
@@ -197,7 +197,7 @@ def describe_offload(run: ResolvedRun, model: LanguageModel, device: torch.devic
 
 def describe_offload_traffic(model: LanguageModel) -> Iterator[str]:
     """Yield the line after training with the bytes `cpu_offloading` moved per micro batch and the host memory used."""
-    stacks = get_stacks(model)
+    stacks = model.stacks
     offloads = [part for stack in stacks for part in (stack.activation_offload, stack.weight_offload) if part]
     if offloads:
         moved = sum(part.sent_bytes for part in offloads) / 2**30

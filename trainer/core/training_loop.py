@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ...models.build import TORCH_DTYPES, LanguageModel, get_stacks
+from ...models.build import TORCH_DTYPES, LanguageModel
 from ...models.config.model import Family
 from ...models.fp8 import fp8_modules
 from ...models.model_cost import training_flops_per_sample
@@ -263,7 +263,7 @@ def _graph_capture(run: RunContext, model: LanguageModel) -> Callable[[RunMicroB
         return None
     on_failure = None if run.resolved.model.enable_cuda_graph else run.logger.log
     if captures_layers(run.resolved.model, run.ranks.world_size):
-        for stack in get_stacks(model):
+        for stack in model.stacks:
             stack.capture_layers(layer_capture(), partial(report_failure, on_failure=on_failure))
         return None
     return lambda micro_batch: CapturedMicroBatches(micro_batch, model.parameters(), on_failure)

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ...models.build import LanguageModel, get_stacks
+from ...models.build import LanguageModel
 from ...models.parallel.partition import RankPart, partitions_of
 from ..config.parameter_layout import DataParallelLayout
 from ..config.schema.root import AnyModelBlock
@@ -141,7 +141,7 @@ def backward_passes(model: LanguageModel) -> dict[nn.Parameter, int]:
     if model.pipeline is None:
         return {}
     found: dict[nn.Parameter, int] = {}
-    for index, stack in enumerate(get_stacks(model)):
+    for index, stack in enumerate(model.stacks):
         users = [stage for stage in model.pipeline.stages if stage.stack == index and stage.layers]
         if stack.score_positions is not None:
             found |= dict.fromkeys(stack.score_positions.parameters(), len(users))
@@ -163,7 +163,7 @@ def communication_buckets(model: LanguageModel) -> list[list[nn.Parameter]]:
     """
     tables = [module for name, module in model.named_children() if name.endswith("embedding")]
     before = [parameter for table in tables for parameter in table.parameters()]
-    stacks = get_stacks(model)
+    stacks = model.stacks
     layers = [list(layer.parameters()) for stack in stacks for layer in stack.layers]
     layers += [list(stack.score_positions.parameters()) for stack in stacks if stack.score_positions is not None]
     named = {parameter for unit in (before, *layers) for parameter in unit}

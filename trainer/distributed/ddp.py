@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ...models.build import LanguageModel, get_stacks
+from ...models.build import LanguageModel
 from ...models.fp8 import weights_in_fp8
 from ...models.parallel.partition import RankPart, partitions_of
 from ..config.parameter_layout import DataParallelLayout
@@ -127,7 +127,7 @@ class ReplicatedDataParallel(DataParallel):
                 parameter.register_post_accumulate_grad_hook(self._grad_hook(number))
         if self._overlaps_gather:
             number_of = {parameter: number for number, unit in enumerate(self._units) for parameter in unit.parameters}
-            for layer in (layer for stack in get_stacks(model) for layer in stack.layers):
+            for layer in (layer for stack in model.stacks for layer in stack.layers):
                 own = sorted({number_of[parameter] for parameter in layer.parameters() if parameter in number_of})
                 layer.register_forward_pre_hook(self._layer_hook(own))
                 self._in_layers.update(own)

@@ -14,7 +14,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
-from ...models.build import LanguageModel, get_stacks
+from ...models.build import LanguageModel
 from ...models.moe.moe_layer import find_moe_layers
 from ..config.parameter_layout import DataParallelLayout
 from ..optim.base_optimizer import Optimizer
@@ -78,7 +78,7 @@ class ShardedDataParallel(DataParallel):
         """Shard the parameters into DTensors."""
         # layers of experts return views, and nothing changes in place what a layer returns
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
-        layers: list[nn.Module] = [layer for stack in get_stacks(model) for layer in stack.layers]
+        layers: list[nn.Module] = [layer for stack in model.stacks for layer in stack.layers]
         layer_of: dict[nn.Module, nn.Module] = {}
         alone: set[nn.Parameter] = set()
         if self.expert_mesh is not None:
@@ -110,7 +110,7 @@ class ShardedDataParallel(DataParallel):
         if self._exchange is not None:
             roots = [module for module in by_copy_engines if module is model]
             in_turn = [module for module in by_copy_engines if module is not model]
-            together = max((stack.recompute_chunk for stack in get_stacks(model)), default=1)
+            together = max((stack.recompute_chunk for stack in model.stacks), default=1)
             self._exchange.add(in_turn, roots, self._device, together)
         for method in ("loss", "run_stage"):
             register_fsdp_forward_method(model, method)

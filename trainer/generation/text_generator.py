@@ -11,7 +11,7 @@ from types import MappingProxyType
 import torch
 
 from ...models.bert import BERT
-from ...models.build import LanguageModel, get_stacks
+from ...models.build import LanguageModel
 from ...models.incremental_decoding import Decoder, GPTDecoder, T5Decoder, kv_cache_bytes, max_input_length
 from ...models.moe.moe_layer import find_moe_layers
 from ...models.t5 import T5
@@ -117,7 +117,7 @@ class Generator:
 
     def compile(self) -> None:
         """Compile the decoding step: takes a minute, then steps of small batches are about twice as fast."""
-        get_stacks(self._model)[-1].compile_decode_step()
+        self._model.stacks[-1].compile_decode_step()
 
     def stream(
         self,
@@ -278,7 +278,7 @@ class Generator:
     ) -> DecodeLoop:
         longest = max(map(len, read))
         most, ranks = self._most(limits), self._model.tensor_parallel
-        alone = ranks is None and get_stacks(self._model)[-1].relay is None
+        alone = ranks is None and self._model.stacks[-1].relay is None
         with self._within():
             decoder = self._decoder(rows, longest, most)
         return DecodeLoop(

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ...kernels.attention.flags import AttentionFlags
-from ...models.build import LanguageModel, build_model, get_stacks, num_parameters
+from ...models.build import LanguageModel, build_model, num_parameters
 from ...models.config.batch_shape import BatchSpec
 from ...models.config.families import FamilySlice, keys_by_stack
 from ...models.config.memory import MemoryKeys
@@ -99,7 +99,7 @@ def _count_on_meta(family: Family, keys: str, vocab_size: int, form: BatchSpec) 
 
 def _first_backward_layers(model: LanguageModel) -> tuple[int, ...]:
     """Return for each stack the index of the first layer with trainable parameters at or before it."""
-    stacks = get_stacks(model)
+    stacks = model.stacks
     modules = [model.head, *(module for stack in stacks for module in (*stack.layers, stack.final_norm))]
     in_layers = {parameter for module in modules if module is not None for parameter in module.parameters()}
     if any(parameter.requires_grad and parameter not in in_layers for parameter in model.parameters()):

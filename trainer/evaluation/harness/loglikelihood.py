@@ -14,7 +14,6 @@ from torch import Tensor
 
 from ....models.build import LanguageModel
 from ....models.gpt import GPT
-from ....models.lm_head import token_logits
 from ....models.t5 import T5
 from ...config.run_precision import RunPrecision
 from ...data.tokenizers.tokenizer import Tokenizer
@@ -187,17 +186,11 @@ class LoglikelihoodScorer:
         step = max(1, _LOGITS_AT_ONCE // self._model.output_weight.shape[0])
         logs, hits = [], []
         for some, of in zip(hidden.split(step), labels.split(step), strict=True):
-            logits = self._logits(some)
+            logits = self._model.compute_logits(some)
             wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
             logs.append(wide.gather(-1, of[:, None])[:, 0] - wide.logsumexp(-1))
             hits.append(wide.argmax(-1) == of)
         return torch.cat(logs).tolist(), torch.cat(hits).tolist()
-
-    def _logits(self, hidden: Tensor) -> Tensor:
-        if isinstance(self._model, T5):
-            return self._model.compute_logits(hidden)
-        weight, size = self._model.output_weight, self._model.vocab_size
-        return token_logits(hidden, weight, vocab_size=size, softcap=self._model.logits_softcap)
 
     def _padded(self, rows: Sequence[Sequence[int]]) -> Tensor:
         longest = max(map(len, rows))
