@@ -10,17 +10,8 @@ from torch import Tensor, nn
 from .config.extensions import ExtensionError
 from .layer import Layer
 from .layers.context import LayerContext
-from .layers.dropout import (
-    ATTENTION_ADAPTER,
-    ATTENTION_OUTPUT,
-    CROSS_ATTENTION_OUTPUT,
-    MLP_ADAPTER,
-    MLP_OUTPUT,
-    require_dropout,
-)
-from .layers.norm import LayerNorm, RMSNorm
+from .layers.norm import BranchInput, LayerNorm, RMSNorm
 from .layers.own_module import build_seeded
-from .moe.moe_layer import MoE
 
 Norm = LayerNorm | RMSNorm
 
@@ -46,65 +37,22 @@ class Branches:
             add_to: residual stream, of the same shape; None: the branch alone.
             output_norm: norm of the output; None without.
         """
-        block, self.calls[0] = self.block, self.calls[0] + 1
-        fused = self._is_fused(block.attention_adapter, output_norm)
-        output = block.attention(hidden, self.context, None, add_to if fused else None)
-        numbers = ATTENTION_OUTPUT, ATTENTION_ADAPTER
-        return output if fused else self._finish(output, add_to, output_norm, block.attention_adapter, *numbers)
+        self.calls[0] += 1
+        return self.block._run_attention(BranchInput(hidden, hidden), add_to, self.context, output_norm)
 
     def cross_attention(
         self, hidden: Tensor, add_to: Tensor | None = None, output_norm: nn.Module | None = None
     ) -> Tensor:
         """Return the attention over the encoder output, in the decoder of a T5; arguments as in `attention`."""
-        block, self.calls[1] = self.block, self.calls[1] + 1
-        assert block.cross_attention is not None
-        fused = self._is_fused(None, output_norm)
-        output = block.cross_attention(hidden, self.context, None, add_to if fused else None)
-        return output if fused else self._finish(output, add_to, output_norm, None, CROSS_ATTENTION_OUTPUT, 0)
+        self.calls[1] += 1
+        return self.block._run_cross_attention(BranchInput(hidden, hidden), add_to, self.context, output_norm)
 
     def mlp(self, hidden: Tensor, add_to: Tensor | None = None, output_norm: nn.Module | None = None) -> Tensor:
         """Return the output of the MLP, or of the experts; arguments as in `attention`."""
-        block, context, self.calls[2] = self.block, self.context, self.calls[2] + 1
-        fused = self._is_fused(block.mlp_adapter, output_norm)
-        residual = add_to if fused else None
-        if isinstance(block.mlp, MoE):
-            output, self.statistics = block.mlp.forward_with_statistics(
-                hidden,
-                context.padding if context.routed is None else context.routed,
-                None,
-                batch=context.batch,
-                use_capacity=context.kind != "generation",
-                residual=residual,
-                dropout=context.dropout,
-            )
-        else:
-            output = block.mlp(hidden, None, residual, context.dropout)
-        numbers = MLP_OUTPUT, MLP_ADAPTER
-        return output if fused else self._finish(output, add_to, output_norm, block.mlp_adapter, *numbers)
-
-    def _is_fused(self, adapter: nn.Module | None, output_norm: nn.Module | None) -> bool:
-        """Return True if nothing comes between the output projection and the residual add."""
-        block = self.block
-        return adapter is None and output_norm is None and not (block.training and block.dropout)
-
-    def _finish(
-        self,
-        output: Tensor,
-        add_to: Tensor | None,
-        output_norm: nn.Module | None,
-        adapter: nn.Module | None,
-        output_dropout: int,
-        adapter_dropout: int,
-    ) -> Tensor:
-        """Apply adapter, norm and dropout to the output of a branch, and add it to the residual stream."""
-        block, dropout = self.block, self.context.dropout
-        if adapter is not None:
-            output = adapter(output, None if dropout is None else dropout.of_stream(adapter_dropout))
-        if output_norm is not None:
-            output = output_norm(output)
-        if block.training and block.dropout:
-            return require_dropout(dropout).of_stream(output_dropout).apply(output, block.dropout, add_to)
-        return output if add_to is None else add_to + output
+        self.calls[2] += 1
+        read = BranchInput(hidden, hidden)
+        output, self.statistics = self.block._run_mlp(read, add_to, self.context, output_norm)
+        return output
 
 
 class Block(Layer):

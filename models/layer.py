@@ -30,7 +30,6 @@ from .layers.dropout import (
     CROSS_ATTENTION_OUTPUT,
     MLP_ADAPTER,
     MLP_OUTPUT,
-    DropoutMask,
     LayerDropout,
     require_dropout,
 )
@@ -154,19 +153,11 @@ class Layer(RecomputableModule):
         if isinstance(self.mlp, MoE) and not self.mlp.is_recomputed:
             routed = self.route(hidden, context)
             return self.run_experts(routed, context.dropout), routed.routing.statistics
-        layer_input, hidden = hidden, self._run_attention(hidden, context)
-        if isinstance(self.mlp, MoE):
-            read = self._branch_input(self.mlp_norm, hidden, layer_input, None)
-            options: Any = {"batch": context.batch, "use_capacity": context.kind != "generation"}
-            residual = read.residual if self._adds_mlp_output else None
-            output, sums = self.mlp.forward_with_statistics(
-                read.hidden, _routed(context), read.norm, **options, residual=residual, dropout=context.dropout
-            )
-        else:
-            read, sums = self._branch_input(self.mlp_norm, hidden, layer_input, self.mlp.up), None
-            residual = read.residual if self._adds_mlp_output else None
-            output = self.mlp(read.hidden, read.norm, residual, context.dropout, read.source)
-        return self._after_mlp(read.residual, output, context.dropout), sums
+        layer_input, hidden = hidden, self._run_attentions(hidden, context)
+        projection = None if isinstance(self.mlp, MoE) else self.mlp.up
+        read = self._branch_input(self.mlp_norm, hidden, layer_input, projection)
+        hidden, sums = self._run_mlp(read, read.residual, context)
+        return self._post_norm(self.mlp_norm, hidden), sums
 
     def route(self, hidden: Tensor, context: LayerContext) -> RoutedTokens:
         """Run a layer with experts up to them: attention, norm and router.
@@ -176,7 +167,7 @@ class Layer(RecomputableModule):
             context: all other inputs.
         """
         assert isinstance(self.mlp, MoE)
-        layer_input, hidden = hidden, self._run_attention(hidden, context)
+        layer_input, hidden = hidden, self._run_attentions(hidden, context)
         read = self._branch_input(self.mlp_norm, hidden, layer_input, None, has_several_readers=True)
         real, batch = _routed(context), len(hidden) if context.batch is None else context.batch
         routing = self.mlp.route(
@@ -191,53 +182,98 @@ class Layer(RecomputableModule):
     def run_experts(self, routed: RoutedTokens, dropout: LayerDropout | None) -> Tensor:
         """Return the new residual stream (batch, tokens, hidden_size) from what `route` has returned."""
         assert isinstance(self.mlp, MoE)
-        residual, tokens, routing = routed
-        output = self.mlp.run_experts(tokens, routing, residual if self._adds_mlp_output else None, dropout)
-        return self._after_mlp(residual, output, dropout)
+        (residual, tokens, routing), adapter = routed, self.mlp_adapter
+        fuses = self._fuses_residual(adapter, None)
+        output = self.mlp.run_experts(tokens, routing, residual if fuses else None, dropout)
+        if not fuses:
+            output = self._finish(output, residual, dropout, (MLP_OUTPUT, MLP_ADAPTER), None, adapter)
+        return self._post_norm(self.mlp_norm, output)
 
-    @property
-    def _fuses_residual(self) -> bool:
-        """True if residual adds are fused into the output projections where no norm or adapter comes in between."""
-        return self.block != "post_ln" and not (self.training and self.dropout)
-
-    @property
-    def _adds_mlp_output(self) -> bool:
-        """True if the MLP adds its output to the residual stream."""
-        return self._fuses_residual and self.mlp_adapter is None
-
-    def _run_attention(self, hidden: Tensor, context: LayerContext) -> Tensor:
-        """Run the residual branches of attention and cross-attention."""
-        layer_input = hidden
-        read = self._branch_input(self.attention_norm, hidden, layer_input, self.attention.qkv)
-        fused = self._fuses_residual and self.attention_adapter is None and self.attention_output_norm is None
-        residual = read.residual if fused else None
-        output = self.attention(read.hidden, context, read.norm, residual, read.source)
-        dropout = context.dropout
-        if self.attention_adapter is not None:
-            output = self.attention_adapter(output, None if dropout is None else dropout.of_stream(ATTENTION_ADAPTER))
-        if not fused:
-            mask = None if dropout is None else dropout.of_stream(ATTENTION_OUTPUT)
-            output = self._add_residual(read.residual, output, self.attention_norm, mask, self.attention_output_norm)
-        hidden = output
+    def _run_attentions(self, hidden: Tensor, context: LayerContext) -> Tensor:
+        """Run the residual branches of self-attention and cross-attention."""
+        read = self._branch_input(self.attention_norm, hidden, hidden, self.attention.qkv)
+        layer_input, hidden = hidden, self._run_attention(read, read.residual, context, self.attention_output_norm)
+        hidden = self._post_norm(self.attention_norm, hidden)
         if self.cross_attention is not None and self.cross_attention_norm is not None:
             read = self._branch_input(self.cross_attention_norm, hidden, layer_input, self.cross_attention.query)
-            output_norm = self.cross_attention_output_norm
-            fused = self._fuses_residual and output_norm is None
-            residual = read.residual if fused else None
-            hidden = self.cross_attention(read.hidden, context, read.norm, residual, read.source)
-            if not fused:
-                mask = None if dropout is None else dropout.of_stream(CROSS_ATTENTION_OUTPUT)
-                hidden = self._add_residual(read.residual, hidden, self.cross_attention_norm, mask, output_norm)
+            hidden = self._run_cross_attention(read, read.residual, context, self.cross_attention_output_norm)
+            hidden = self._post_norm(self.cross_attention_norm, hidden)
         return hidden
 
-    def _after_mlp(self, residual: Tensor, output: Tensor, dropout: LayerDropout | None) -> Tensor:
-        """Return the new residual stream from the output of the MLP, to which it may have been added."""
-        if self._adds_mlp_output:
+    def _run_attention(
+        self, read: BranchInput, residual: Tensor | None, context: LayerContext, output_norm: nn.Module | None
+    ) -> Tensor:
+        """Return the output of self-attention after adapter, `output_norm` and dropout, plus `residual` if given."""
+        fuses = self._fuses_residual(self.attention_adapter, output_norm)
+        output = self.attention(read.hidden, context, read.norm, residual if fuses else None, read.source)
+        if fuses:
             return output
-        if self.mlp_adapter is not None:
-            output = self.mlp_adapter(output, None if dropout is None else dropout.of_stream(MLP_ADAPTER))
-        mask = None if dropout is None else dropout.of_stream(MLP_OUTPUT)
-        return self._add_residual(residual, output, self.mlp_norm, mask)
+        streams = ATTENTION_OUTPUT, ATTENTION_ADAPTER
+        return self._finish(output, residual, context.dropout, streams, output_norm, self.attention_adapter)
+
+    def _run_cross_attention(
+        self, read: BranchInput, residual: Tensor | None, context: LayerContext, output_norm: nn.Module | None
+    ) -> Tensor:
+        """See `_run_attention`."""
+        assert self.cross_attention is not None
+        fuses = self._fuses_residual(None, output_norm)
+        output = self.cross_attention(read.hidden, context, read.norm, residual if fuses else None, read.source)
+        if fuses:
+            return output
+        return self._finish(output, residual, context.dropout, (CROSS_ATTENTION_OUTPUT, 0), output_norm)
+
+    def _run_mlp(
+        self, read: BranchInput, residual: Tensor | None, context: LayerContext, output_norm: nn.Module | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """See `_run_attention`; return also the router statistics of experts."""
+        fuses, statistics = self._fuses_residual(self.mlp_adapter, output_norm), None
+        added = residual if fuses else None
+        if isinstance(self.mlp, MoE):
+            output, statistics = self.mlp.forward_with_statistics(
+                read.hidden,
+                _routed(context),
+                read.norm,
+                batch=context.batch,
+                use_capacity=context.kind != "generation",
+                residual=added,
+                dropout=context.dropout,
+            )
+        else:
+            output = self.mlp(read.hidden, read.norm, added, context.dropout, read.source)
+        if not fuses:
+            output = self._finish(
+                output, residual, context.dropout, (MLP_OUTPUT, MLP_ADAPTER), output_norm, self.mlp_adapter
+            )
+        return output, statistics
+
+    def _fuses_residual(self, adapter: nn.Module | None, output_norm: nn.Module | None) -> bool:
+        """Return True if the output projection adds the residual: no dropout, norm or adapter comes in between."""
+        between = adapter is not None or output_norm is not None or (self.training and self.dropout)
+        return not between and self.block != "post_ln"
+
+    def _finish(
+        self,
+        output: Tensor,
+        residual: Tensor | None,
+        dropout: LayerDropout | None,
+        streams: tuple[int, int],
+        output_norm: nn.Module | None,
+        adapter: nn.Module | None = None,
+    ) -> Tensor:
+        """Apply adapter, norm and dropout to the output of a branch, and add it to the residual stream, if given.
+
+        `streams` are the numbers of the dropouts of output and adapter.
+        """
+        if adapter is not None:
+            output = adapter(output, None if dropout is None else dropout.of_stream(streams[1]))
+        if output_norm is not None:
+            output = output_norm(output)
+        if self.training and self.dropout:
+            return require_dropout(dropout).of_stream(streams[0]).apply(output, self.dropout, residual)
+        return output if residual is None else residual + output
+
+    def _post_norm(self, norm: LayerNorm | RMSNorm, hidden: Tensor) -> Tensor:
+        return norm(hidden) if self.block == "post_ln" else hidden
 
     def _branch_input(
         self,
@@ -272,23 +308,6 @@ class Layer(RecomputableModule):
         else:
             read = BranchInput(hidden, norm(source))
         return read._replace(source=norm.fp8_source(source)) if casts else read
-
-    def _add_residual(
-        self,
-        hidden: Tensor,
-        output: Tensor,
-        norm: LayerNorm | RMSNorm,
-        dropout: DropoutMask | None,
-        output_norm: LayerNorm | RMSNorm | None = None,
-    ) -> Tensor:
-        """Add a branch output to the residual stream, with its output norm, dropout and post-norm."""
-        if output_norm is not None:
-            output = output_norm(output)
-        if self.training and self.dropout:
-            hidden = require_dropout(dropout).apply(output, self.dropout, hidden)
-        else:
-            hidden = hidden + output
-        return norm(hidden) if self.block == "post_ln" else hidden
 
 
 def _routed(context: LayerContext) -> Tensor | None:
