@@ -31,7 +31,7 @@ from stoker.models.recompute.analysis import recomputed_for_offload
 from stoker.trainer.config.resolved_run import resolve_run
 from stoker.trainer.config.run_config import RunConfig
 from stoker.trainer.core.run_summary import describe_offload, describe_offload_traffic
-from stoker.trainer.plan import memory_check
+from stoker.trainer.plan import memory_check, state_memory
 from stoker.trainer.utils.errors import UserError
 
 ON = {"num_layers": 6, "cpu_offloading": True}
@@ -330,7 +330,7 @@ def least_need(monkeypatch: pytest.MonkeyPatch, root: Any, *, of_host: bool) -> 
 
 def test_bounds_know_what_is_where(monkeypatch: pytest.MonkeyPatch) -> None:
     """Inputs of layers, fp32: 4 layers of 8 samples, 16 tokens, 32 numbers; two of them on the host."""
-    monkeypatch.setattr(memory_check, "min_state_elements", lambda *_: 0)
+    monkeypatch.setattr(state_memory, "min_state_elements", lambda *_: 0)
     many = {"model__micro_batch_size": 1024, "model__global_batch_size": 1024, "trainer__precision": 32}
     inputs = 1024 * 16 * 32 * 4
     weights_stay = {"model__cpu_offloading": True, "model__cpu_offloading_weights": False}

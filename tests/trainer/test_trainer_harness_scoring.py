@@ -143,17 +143,18 @@ def test_an_expert_with_a_capacity_sees_one_text_at_a_time(tmp_path: Path) -> No
 
 
 def test_logits_are_made_of_scored_tokens_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from stoker.models import language_model
     from stoker.trainer.evaluation.harness import loglikelihood
 
     _, restored = both("llama", tmp_path)
     made: list[int] = []
-    logits_of = loglikelihood.token_logits
+    logits_of = language_model.token_logits
 
     def counted(hidden: torch.Tensor, *rest: Any, **more: Any) -> torch.Tensor:
         made.append(hidden.shape[0])
         return logits_of(hidden, *rest, **more)
 
-    monkeypatch.setattr(loglikelihood, "token_logits", counted)
+    monkeypatch.setattr(language_model, "token_logits", counted)
     requests = some_requests()
     whole = scorer(restored).score(requests)
     assert sum(made) == sum(len(request.continuation) for request in requests)

@@ -78,6 +78,7 @@ def test_the_bound_is_that_of_weights_gradients_and_optimizer(tmp_path, monkeypa
         ({}, 16 + 4),
         ({"model__optim__name": "distributed_fused_adam"}, 4 + 12 / 4 + 4 / 4),
         ({"model__fsdp": True}, (16 + 4) / 4),
+        ({"model__fsdp": True, "model__fsdp_sharding_strategy": "grad"}, 2 + (14 + 4) / 4),
         (
             {"model__fsdp": True, "model__fsdp_sharding_strategy": "hybrid", "model__fsdp_shard_size": 2},
             (16 + 4) / 2,

@@ -427,7 +427,7 @@ def test_the_state_counts_on_the_host_before_a_run(tmp_path, monkeypatch, precis
     keys = {"trainer__accelerator": "gpu", "trainer__precision": precision, "model__optim": optim}
     root = tiny_config(tmp_path, **big, **keys, model__cpu_offloading_optimizer=True).root
     count = count_parameters(root.model, 256)
-    host = memory.min_state_elements(root.model, 256) * 2 if host_bytes is None else count * host_bytes
+    host = optimizer_factory.min_state_elements(root.model, 256) * 2 if host_bytes is None else count * host_bytes
     room = {"card": count * device_bytes + 10**6, "host": host + 10**5}
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: Card(room["card"]))
     monkeypatch.setattr(memory, "host_memory", lambda: room["host"])

@@ -251,8 +251,8 @@ def _update_bytes(run: RunInputs) -> float:
     # the first gradient is written into the accumulators, or is one; others are added
     added, first = (2 * 4 + gradient, 4) if sums.accumulated else (3 * gradient, 3 * gradient)
     accumulation = added * run.micro_batches - first
-    shards = run.layout is not None and (run.layout.shards_gradients or not run.layout.replicates_weights)
-    return run.sharded(trained) * per_parameter + (run.sharded(trained) if shards else trained) * accumulation
+    accumulated = run.sharded(trained) if run.shards_gradients else trained
+    return run.sharded(trained) * per_parameter + accumulated * accumulation
 
 
 def _newton_schulz_flops(run: RunInputs, memory: MemoryPlan) -> float:
@@ -417,8 +417,7 @@ def rank_time(run: RunInputs, memory: MemoryPlan, gpu: GPUSpec) -> RankTime:
     exchange = next((each.exposed for each in traffic if each.axis == "expert"), 0.0)
     parts |= launching_seconds(run, gpu, memory.layers, passes, computing=sum(parts.values()), exchange=exchange)
     parts["copies not hidden"] = micro * offload_stall_seconds(memory.layers, passes, gpu.host_link)
-    replicated = run.layout is None or (run.layout.replicates_weights and not run.layout.shards_gradients)
-    once = {"data", "expert data", "replicas"} if replicated else set[str]()
+    once = set[str]() if run.shards_gradients else {"data", "expert data", "replicas"}
     after = sum((each.exposed for each in traffic if each.axis in {"embeddings", "position biases", *once}), 0.0)
     during = sum((each.exposed for each in traffic), -after)
     scale = (sum(parts.values()) + during) / max(1e-12, sum(micro * own + sum(again) for own, again in seconds))

@@ -184,6 +184,11 @@ class RunInputs:
         """Number of shards of the optimizer state, except that of experts."""
         return self.layout.shards if self.layout else 1
 
+    @property
+    def shards_gradients(self) -> bool:
+        """True if a rank keeps its rows of the gradients only."""
+        return self.layout is not None and (self.layout.shards_gradients or not self.layout.replicates_weights)
+
     def sharded(self, elements: int) -> int:
         """Return the share of a rank of the elements that belong to its parameters, if these are sharded."""
         if not self.expert_parameters:

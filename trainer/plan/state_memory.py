@@ -92,15 +92,14 @@ def persistent_state(run: RunInputs, layers: Sequence[int]) -> PersistentState:
     state = run.sharded(num_state_elements(run) * run.precision.state_itemsize)
     on_host = offloads_optimizer_state(keys, torch.device(run.target.device))
     ema = run.sharded(parameters * run.ema_itemsize)
-    shards_gradients = shards_weights or (run.layout is not None and run.layout.shards_gradients)
     weights, sums = run.counts.total * widths.weights, _accumulators(run)
     return PersistentState(
         weights=(run.sharded(weights) if shards_weights else weights + _fp8_casts(run)) + _delayed_scales(run),
         main_weights=0 if on_host else run.sharded(parameters * main),
         optimizer=0 if on_host else state,
         ema=0 if run.ema_on_host else ema,
-        gradient_sums=run.sharded(sums) if shards_gradients else sums,
-        tables=_rotary_tables(run) + _masks(run) // run.mesh.context,
+        gradient_sums=run.sharded(sums) if run.shards_gradients else sums,
+        tables=rotary_bytes(run) + _masks(run) // run.mesh.context,
         batches=_batches(run),
         workspace=_workspace(run),
         on_host=(run.sharded(parameters * main) + state) if on_host else 0,
@@ -173,7 +172,7 @@ def _cast_bytes(run: RunInputs, stack: StackInputs, matrix: Matrix) -> int:
     return (1 if own and fp8.recipe.transposes_weights else 2) - fp8.keeps_weights * run.widths.weights
 
 
-def _rotary_tables(run: RunInputs) -> int:
+def rotary_bytes(run: RunInputs) -> int:
     """Bytes of rotary tables, which all pipeline stages of a stack share."""
     return sum({stage.stack: rotary_table_bytes(each.stack.rotary) for stage, each in _with_stages(run)}.values())
 
@@ -195,11 +194,15 @@ def _with_stages(run: RunInputs) -> list[tuple[Stage, StackInputs]]:
 
 def _batches(run: RunInputs) -> int:
     """Bytes on the device of the current batch and the prefetched next one."""
+    return 2 * run.model_config.global_batch_size // run.mesh.data * sample_bytes(run) // run.mesh.context
+
+
+def sample_bytes(run: RunInputs) -> int:
+    """Bytes of a sample: tokens and labels in int64, document ids in int32, a padding mask."""
     form = run.batch_spec
     lengths = [form.seq_length, *([form.decoder_seq_length] if form.decoder_seq_length else [])]
-    extras = 4 * (form.packed or form.reset_position_ids) + (1 if form.padded else 0)  # document ids, padding mask
-    sample = sum(lengths) * (8 + extras) + lengths[-1] * 8
-    return 2 * run.model_config.global_batch_size // run.mesh.data * sample // run.mesh.context
+    extras = 4 * (form.packed or form.reset_position_ids) + (1 if form.padded else 0)
+    return sum(lengths) * (8 + extras) + lengths[-1] * 8
 
 
 def _workspace(run: RunInputs) -> int:
