@@ -247,9 +247,7 @@ def build_bert(bert: BertSlice, form: BatchSpec, decisions: Mapping[str, Backend
     hidden_size, stack = bert.stack.hidden_size, bert.stack
     return BERT(
         token_embedding=nn.Embedding(bert.padded_vocab_size, hidden_size),
-        position_embedding=build_position_table(
-            bert.learned_positions, hidden_size, by_document=bert.positions_by_document
-        ),
+        position_embedding=build_position_table(bert),
         token_type_embedding=nn.Embedding(bert.token_types, hidden_size) if bert.token_types else None,
         embedding_norm=build_norm(stack.norm, hidden_size) if bert.embedding_norm else None,
         encoder=build_stack(stack, backends),

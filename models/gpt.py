@@ -229,9 +229,7 @@ def build_gpt(gpt: GPTSlice, form: BatchSpec, decisions: Mapping[str, BackendSel
     hidden_size = gpt.stack.hidden_size
     return GPT(
         token_embedding=nn.Embedding(gpt.padded_vocab_size, hidden_size),
-        position_embedding=build_position_table(
-            gpt.learned_positions, hidden_size, by_document=gpt.positions_by_document
-        ),
+        position_embedding=build_position_table(gpt),
         decoder=build_stack(gpt.stack, backends),
         head=None if gpt.tied else nn.Linear(hidden_size, gpt.padded_vocab_size, bias=False),
         vocab_size=gpt.vocab_size,

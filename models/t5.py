@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ..kernels.attention.dispatch import BackendSelection
 from ..kernels.autocast import autocast_dtype
 from .config.batch_shape import BatchSpec
-from .config.t5 import T5Slice, T5StackSlice
+from .config.t5 import T5Slice
 from .dispatch.attention_calls import CallKind, decision_for
 from .language_model import BaseLanguageModel
 from .layers.attention import Backends
@@ -434,15 +434,11 @@ def build_t5(
     """Build a T5; arguments as in `assemble`."""
     hidden_size = t5.encoder.stack.hidden_size
     cross = t5.cross_attention
-
-    def table(part: T5StackSlice) -> PositionEmbedding | None:
-        return build_position_table(part.learned_positions, hidden_size, by_document=part.positions_by_document)
-
     return T5(
         token_embedding=nn.Embedding(t5.padded_vocab_size, hidden_size),
         decoder_token_embedding=None if t5.shared_embeddings else nn.Embedding(t5.padded_vocab_size, hidden_size),
-        encoder_position_embedding=table(t5.encoder),
-        decoder_position_embedding=table(t5.decoder),
+        encoder_position_embedding=build_position_table(t5.encoder),
+        decoder_position_embedding=build_position_table(t5.decoder),
         encoder=build_stack(t5.encoder.stack, backends.get("encoder", {})),
         decoder=build_stack(t5.decoder.stack, backends.get("decoder", {}), cross, backends.get("cross", {})),
         cross_positions=None

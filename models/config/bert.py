@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .key_block import ConfigBlock, extension_field
-from .model import SingleStackKeys, SingleStackSlice, max_sequence_length, resolve_vocab_sizes
-from .stack import stack_slice
+from .model import SingleStackKeys, SingleStackSlice, single_stack_fields
 
 
 class BertBlock(ConfigBlock):
@@ -54,25 +53,11 @@ def bert_slice(keys: BertKeys, *, vocab_size: int) -> BertSlice:
     Raises:
         ValueError: `override_vocab_size` is smaller than the tokenizer's vocabulary.
     """
-    real_vocab, padded_vocab = resolve_vocab_sizes(keys, vocab_size)
-    kind = keys.position_embedding_type
-    positions = max(keys.encoder_seq_length, keys.max_position_embeddings or 0)
     return BertSlice(
-        stack=stack_slice(keys, keys, causal=False, positions=positions),
-        learned_positions=positions if kind.startswith("learned_") else None,
-        positions_by_document=kind == "learned_absolute",
-        max_positions=max_sequence_length(keys),
+        **single_stack_fields(keys, vocab_size, causal=False),
         token_types=keys.bert.token_types,
         embedding_norm=keys.bert.embedding_norm,
-        embedding_dropout=keys.hidden_dropout if keys.embedding_dropout is None else keys.embedding_dropout,
         mlm_transform=keys.bert.mlm_transform,
-        vocab_size=real_vocab,
-        padded_vocab_size=padded_vocab,
         tied=keys.share_embeddings_and_output_weights,
         head_bias=keys.bert.head_bias,
-        embedding_std=keys.embedding_init_method_std or keys.init_method_std,
-        label_smoothing=keys.label_smoothing,
-        own_loss=keys.loss is not None,
-        seed=keys.seed,
-        compile=keys.compile,
     )

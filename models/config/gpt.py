@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 from pydantic import Field
 
-from .model import SingleStackKeys, SingleStackSlice, max_sequence_length, resolve_vocab_sizes
-from .stack import stack_slice
+from .model import SingleStackKeys, SingleStackSlice, single_stack_fields
 
 
 class GPTKeys(SingleStackKeys):
@@ -43,23 +42,10 @@ def gpt_slice(keys: GPTKeys, *, vocab_size: int) -> GPTSlice:
     Raises:
         ValueError: `override_vocab_size` is smaller than the tokenizer's vocabulary.
     """
-    real_vocab, padded_vocab = resolve_vocab_sizes(keys, vocab_size)
-    positions = max(keys.encoder_seq_length, keys.max_position_embeddings or 0)
     return GPTSlice(
-        stack=stack_slice(keys, keys, causal=True, positions=positions),
+        **single_stack_fields(keys, vocab_size, causal=True),
         seq_length=keys.encoder_seq_length,
-        learned_positions=positions if keys.position_embedding_type.startswith("learned_") else None,
-        max_positions=max_sequence_length(keys),
-        positions_by_document=keys.position_embedding_type == "learned_absolute",
         embedding_scale=math.sqrt(keys.hidden_size) if keys.apply_embedding_scaling else 1.0,
         logits_softcap=keys.logits_soft_cap or 0.0,
-        vocab_size=real_vocab,
-        padded_vocab_size=padded_vocab,
         tied=keys.share_embeddings_and_output_weights,
-        embedding_dropout=keys.hidden_dropout if keys.embedding_dropout is None else keys.embedding_dropout,
-        embedding_std=keys.embedding_init_method_std or keys.init_method_std,
-        label_smoothing=keys.label_smoothing,
-        own_loss=keys.loss is not None,
-        seed=keys.seed,
-        compile=keys.compile,
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -12,7 +12,7 @@ from .fp8 import Fp8Keys
 from .key_block import Finding, NonEmptyText, extension_field
 from .position_rules import window_masks_nothing, xpos_needs_causal_mask
 from .positions import BOUNDED_POSITION_TYPES, MAX_POSITIONS
-from .stack import StackKeys, StackSlice, stack_rules
+from .stack import StackKeys, StackSlice, stack_rules, stack_slice
 
 Family = Literal["gpt", "t5", "bert"]
 FAMILIES: tuple[Family, ...] = ("gpt", "t5", "bert")
@@ -75,16 +75,16 @@ class ModelSlice:
     compile: bool | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SingleStackSlice(ModelSlice):
-    """Model with one stack.
+@dataclass(frozen=True, kw_only=True)  # without slots, which a second base class must not have
+class EmbeddedStackSlice:
+    """Stack with its embeddings.
 
     Attributes:
         stack: the stack.
-        learned_positions: rows of the learned position embedding, None without one.
+        learned_positions: rows of its learned position embedding, None without one.
         positions_by_document: positions may restart at each document of a packed sequence.
         max_positions: longest supported sequence, None if unlimited.
-        embedding_dropout: dropout probability of the embeddings.
+        embedding_dropout: dropout probability of its embeddings.
     """
 
     stack: StackSlice
@@ -93,10 +93,55 @@ class SingleStackSlice(ModelSlice):
     max_positions: int | None
     embedding_dropout: float
 
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SingleStackSlice(ModelSlice, EmbeddedStackSlice):
+    """Model with one stack."""
+
     @property
     def stacks(self) -> tuple[StackSlice]:
         """All stacks: the only one."""
         return (self.stack,)
+
+
+def embedded_stack(stack: StackKeys, keys: ModelKeys, *, causal: bool, positions: int) -> EmbeddedStackSlice:
+    """Resolve the keys of a stack and of its embeddings, for sequences of up to `positions` tokens."""
+    kind, dropout = stack.position_embedding_type, keys.embedding_dropout
+    return EmbeddedStackSlice(
+        stack=stack_slice(stack, keys, causal=causal, positions=positions),
+        learned_positions=positions if kind.startswith("learned_") else None,
+        positions_by_document=kind == "learned_absolute",
+        max_positions=positions if kind in BOUNDED_POSITION_TYPES else None,
+        embedding_dropout=stack.hidden_dropout if dropout is None else dropout,
+    )
+
+
+def model_fields(keys: ModelKeys, stack: StackKeys, vocab_size: int) -> dict[str, Any]:
+    """Return the fields of `ModelSlice` but `tied`, for a tokenizer of `vocab_size` tokens; `stack` is the first one.
+
+    Raises:
+        ValueError: `override_vocab_size` is smaller than the tokenizer's vocabulary.
+    """
+    real_vocab, padded_vocab = resolve_vocab_sizes(keys, vocab_size)
+    return {
+        "vocab_size": real_vocab,
+        "padded_vocab_size": padded_vocab,
+        "embedding_std": keys.embedding_init_method_std or stack.init_method_std,
+        "label_smoothing": keys.label_smoothing,
+        "own_loss": keys.loss is not None,
+        "seed": keys.seed,
+        "compile": keys.compile,
+    }
+
+
+def single_stack_fields(keys: SingleStackKeys, vocab_size: int, *, causal: bool) -> dict[str, Any]:
+    """Return the fields of `SingleStackSlice` but `tied`; otherwise as `model_fields`."""
+    stack = embedded_stack(keys, keys, causal=causal, positions=_positions(keys))
+    return model_fields(keys, keys, vocab_size) | vars(stack)
+
+
+def _positions(keys: SingleStackKeys) -> int:
+    return max(keys.encoder_seq_length, keys.max_position_embeddings or 0)
 
 
 def resolve_vocab_sizes(keys: ModelKeys, vocab_size: int) -> tuple[int, int]:
@@ -113,13 +158,6 @@ def resolve_vocab_sizes(keys: ModelKeys, vocab_size: int) -> tuple[int, int]:
         )
     divisor = keys.make_vocab_size_divisible_by
     return real_vocab, -(-real_vocab // divisor) * divisor
-
-
-def max_sequence_length(keys: SingleStackKeys) -> int | None:
-    """Return the longest supported sequence, None if unlimited."""
-    if keys.position_embedding_type not in BOUNDED_POSITION_TYPES:
-        return None
-    return max(keys.encoder_seq_length, keys.max_position_embeddings or 0)
 
 
 def single_stack_rules(keys: SingleStackKeys, *, causal: bool) -> Iterator[Finding]:
@@ -155,7 +193,7 @@ def position_table_covers_sample(keys: SingleStackKeys) -> Iterator[Finding]:
 
 def window_is_shorter_than_sequences(keys: SingleStackKeys, *, causal: bool) -> Iterator[Finding]:
     """A window as long as the longest sequence masks nothing."""
-    longest = max_sequence_length(keys)
+    longest = _positions(keys) if keys.position_embedding_type in BOUNDED_POSITION_TYPES else None
     if window_masks_nothing(keys, causal=causal, longest=longest):
         yield Finding.warning(
             ("window_size", "encoder_seq_length", "max_position_embeddings"),

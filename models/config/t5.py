@@ -11,10 +11,10 @@ from pydantic import Field
 from .dense_stack import AttentionSlice, is_own_block
 from .extensions import load_extension
 from .key_block import Finding, extension_field
-from .model import ModelKeys, ModelSlice, resolve_vocab_sizes
+from .model import EmbeddedStackSlice, ModelKeys, ModelSlice, embedded_stack, model_fields
 from .position_rules import relative_buckets_are_valid, window_masks_nothing, xpos_needs_causal_mask
 from .positions import BOUNDED_POSITION_TYPES, MAX_POSITIONS
-from .stack import StackKeys, StackSlice, stack_rules, stack_slice
+from .stack import StackKeys, StackSlice, stack_rules
 
 
 class T5StackKeys(StackKeys):
@@ -52,25 +52,6 @@ class T5Keys(ModelKeys):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class T5StackSlice:
-    """Encoder or decoder with its embeddings.
-
-    Attributes:
-        stack: the stack.
-        learned_positions: rows of its learned position embedding, None without one.
-        positions_by_document: positions may restart at each document of a packed sequence.
-        max_positions: longest supported sequence, None if unlimited.
-        embedding_dropout: dropout probability of its embeddings.
-    """
-
-    stack: StackSlice
-    learned_positions: int | None
-    positions_by_document: bool
-    max_positions: int | None
-    embedding_dropout: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class T5Slice(ModelSlice):
     """Encoder-decoder.
 
@@ -83,8 +64,8 @@ class T5Slice(ModelSlice):
         output_scale: factor of the decoder's output before the head.
     """
 
-    encoder: T5StackSlice
-    decoder: T5StackSlice
+    encoder: EmbeddedStackSlice
+    decoder: EmbeddedStackSlice
     cross_attention: AttentionSlice
     shared_embeddings: bool
     head_bias: bool
@@ -107,37 +88,19 @@ def t5_slice(keys: T5Keys, *, vocab_size: int, decoder_length: int) -> T5Slice:
     Raises:
         ValueError: `override_vocab_size` is smaller than the tokenizer's vocabulary.
     """
-    real_vocab, padded_vocab = resolve_vocab_sizes(keys, vocab_size)
-    decoder = _stack(keys, keys.decoder, causal=True, length=decoder_length)
+    rows = keys.max_position_embeddings or 0
+    encoder = embedded_stack(keys.encoder, keys, causal=False, positions=max(keys.seq_length, rows))
+    decoder = embedded_stack(keys.decoder, keys, causal=True, positions=max(decoder_length, rows))
     tied = keys.share_decoder_tokens_head_embeddings
     return T5Slice(
-        encoder=_stack(keys, keys.encoder, causal=False, length=keys.seq_length),
+        **model_fields(keys, keys.encoder, vocab_size),
+        encoder=encoder,
         decoder=decoder,
         cross_attention=_cross_attention(keys, decoder.stack.attention),
-        vocab_size=real_vocab,
-        padded_vocab_size=padded_vocab,
         shared_embeddings=keys.share_token_embeddings,
         tied=tied,
         head_bias=keys.tokens_head_bias,
         output_scale=decoder.stack.hidden_size**-0.5 if tied and keys.scale_tied_logits else 1.0,
-        embedding_std=keys.embedding_init_method_std or keys.encoder.init_method_std,
-        label_smoothing=keys.label_smoothing,
-        own_loss=keys.loss is not None,
-        seed=keys.seed,
-        compile=keys.compile,
-    )
-
-
-def _stack(keys: T5Keys, stack: StackKeys, *, causal: bool, length: int) -> T5StackSlice:
-    kind = stack.position_embedding_type
-    positions = max(length, keys.max_position_embeddings or 0)
-    dropout = keys.embedding_dropout
-    return T5StackSlice(
-        stack=stack_slice(stack, keys, causal=causal, positions=positions),
-        learned_positions=positions if kind.startswith("learned_") else None,
-        positions_by_document=kind == "learned_absolute",
-        max_positions=positions if kind in BOUNDED_POSITION_TYPES else None,
-        embedding_dropout=stack.hidden_dropout if dropout is None else dropout,
     )
 
 

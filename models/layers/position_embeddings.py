@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ...kernels.rope import rotary_table, xpos_table
 from ...kernels.rope_scaling import RotaryScaling
+from ..config.model import EmbeddedStackSlice
 from ..config.positions import RotarySlice
 
 
@@ -186,17 +187,12 @@ def build_rotary(rotary: RotarySlice | None) -> RotaryEmbedding | XPosEmbedding 
     )
 
 
-def build_position_table(rows: int | None, hidden_size: int, *, by_document: bool) -> PositionEmbedding | None:
-    """Build a learned position embedding, or return None without one.
-
-    Args:
-        rows: maximal sequence length, or None.
-        hidden_size: width of the residual stream.
-        by_document: index by the position within a document instead of within a sample.
-    """
-    if rows is None:
+def build_position_table(part: EmbeddedStackSlice) -> PositionEmbedding | None:
+    """Build the learned position embedding of a stack, or return None without one."""
+    if part.learned_positions is None:
         return None
-    return (nn.Embedding if by_document else SamplePositionEmbedding)(rows, hidden_size)
+    kind = nn.Embedding if part.positions_by_document else SamplePositionEmbedding
+    return kind(part.learned_positions, part.stack.hidden_size)
 
 
 # ---------------------------------------------------------------- cost
