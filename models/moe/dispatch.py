@@ -13,7 +13,8 @@ n tokens on this rank, E experts in all, L on each of R ranks, h hidden size, k 
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple, Protocol
+from collections.abc import Callable
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -106,24 +107,11 @@ class Arrived(NamedTuple):
         return give_back(rows, self.arrived.back)
 
 
-class Dispatcher(Protocol):
-    """Start to send the tokens of this rank, (n, h), to the ranks of their experts.
+Dispatcher = Callable[[Tensor, Routing, ExpertParallel, int, bool, Tensor | None], Dispatched | Arrived]
+"""Starts to send the tokens of this rank, (n, h), to the ranks of their experts, of which each has the number given.
 
-    `experts` is the number of experts on each rank. With `pad` as many rows are sent as the capacity allows, of which
-    unused ones are 0, so that all sizes are known. `dropout_rows` are those of the assignments, (n, k).
-    """
-
-    def __call__(
-        self,
-        tokens: Tensor,
-        routing: Routing,
-        ranks: ExpertParallel,
-        experts: int,
-        pad: bool,
-        dropout_rows: Tensor | None = None,
-    ) -> Dispatched | Arrived:
-        """Return the tokens on their way."""
-        ...
+With True (`pad`) as many rows are sent as the capacity allows, of which unused ones are 0, so that all sizes are known.
+The last argument are the `dropout_rows` of the assignments, (n, k)."""
 
 
 def dispatch_all_to_all(

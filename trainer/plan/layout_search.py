@@ -10,28 +10,27 @@ from collections.abc import Iterator, Mapping
 from operator import attrgetter
 from typing import Any, cast
 
-from ...kernels.attention.dispatch import NoBackendError
 from ...models.config.families import keys_by_stack
 from ...models.config.moe import has_experts
 from ...models.config.stack import divisors
 from ..config.parameter_layout import DISTRIBUTED_OPTIMIZERS
-from ..config.resolved_run import resolve_run
 from ..config.schema.optim import optimizer_kind
 from ..config.schema.root import RootBlock
-from ..utils.errors import UserError
 from ..utils.progress import Progress
 from .run_inputs import Target
-from .run_plan import Plan, make_plan
 from .search import (
     Change,
     PlannedRun,
     Values,
     cost,
+    differing,
     full_recompute,
+    plan_if_valid,
     recompute_modes,
     rule_errors,
     search,
     with_largest_batch,
+    with_values,
 )
 
 _SIZES = ("tensor_model_parallel_size", "context_parallel_size", "expert_model_parallel_size")
@@ -173,29 +172,14 @@ def _planned(root: RootBlock, target: Target, vocab_size: int | None, layout: Va
     if layout["pipeline_model_parallel_size"] > 1:  # larger micro batches would leave the stages waiting
         least = _MICRO_BATCHES_OF_A_STAGE * layout["pipeline_model_parallel_size"]
         sizes = [size for size in sizes if model.global_batch_size // data // size >= least] or sizes[:1]
-    own = {key: value for key, value in layout.items() if "." not in key} | {"micro_batch_size": sizes[-1]}
-    if "optim.name" in layout:
-        own["optim"] = model.optim.model_copy(update={"name": layout["optim.name"]})
-    changed = root.model_copy(update={"model": model.model_copy(update=own)})
-    if rule_errors(changed):
-        return None
-    try:
-        plan = _plan(changed, target, world, vocab_size)
-    except (NoBackendError, UserError, ValueError):
-        return None
-    return PlannedRun(changed, target, plan)
-
-
-def _plan(root: RootBlock, target: Target, world: int, vocab_size: int | None) -> Plan:
-    run = resolve_run(root, world_size=world, capability=target.capability)
-    return make_plan(run, target, vocab_size=vocab_size)
+    changed = with_values(root, {**layout, "micro_batch_size": sizes[-1]})
+    plan = None if rule_errors(changed) else plan_if_valid(changed, target, world, vocab_size)
+    return plan and PlannedRun(changed, target, plan)
 
 
 def _differing(root: RootBlock, run: PlannedRun, change: Change) -> Values:
     """Return the values of a change of a layout that differ from the original configuration."""
-    keys = [
-        key for key in (*_SIZES, *_PIPELINE_KEYS, "sequence_parallel", "fsdp") if key in type(root.model).model_fields
-    ]
+    known = type(root.model).model_fields
+    keys = [key for key in (*_SIZES, *_PIPELINE_KEYS, "sequence_parallel", "fsdp") if key in known]
     own = {key: attrgetter(key)(run.root.model) for key in (*keys, "optim.name", "micro_batch_size")}
-    values = {**own, **change.values}
-    return {key: value for key, value in values.items() if attrgetter(key)(root.model) != value}
+    return differing(root, {**own, **change.values})

@@ -1,7 +1,7 @@
 """Out-of-memory check before a run: a lower bound of its memory, before anything is built.
 
-`plan` estimates the memory of a run on a GPU; this bound has the same inputs and held state, but holds for every device,
-backend and compiler, so a run that could fit is never rejected.
+`plan` estimates the memory of a run on a GPU; this bound has the same inputs and held state, but holds for every
+device, backend and compiler, so a run that could fit is never rejected.
 """
 
 from __future__ import annotations

@@ -150,40 +150,47 @@ class PlannedRun:
         merged = {**defaults, **values}
         return {f"{prefix}{key}": value for prefix in keys_by_stack(self.root.model) for key, value in merged.items()}
 
-    def differing(self, values: Values) -> dict[str, Any]:
-        """Return the values that differ from the configuration's."""
-        return {key: value for key, value in values.items() if attrgetter(key)(self.root.model) != value}
-
     def planned(self, values: Values) -> Change | None:
         """Plan the run with other values, or with its own; None if they are not valid."""
-        return self.changed(values) if self.differing(values) else Change({}, self.plan)
+        return self.changed(values) if differing(self.root, values) else Change({}, self.plan)
 
     def changed(self, values: Values) -> Change | None:
         """Plan the run with other values; None if nothing differs or they are not valid."""
-        differing, model = self.differing(values), self.root.model
-        if not differing:
+        own = differing(self.root, values)
+        if not own:
             return None
-        own: dict[str, Any] = {key: value for key, value in differing.items() if "." not in key}
-        nested: dict[str, dict[str, Any]] = {}
-        for key, value in differing.items():
-            stack, _, name = key.rpartition(".")
-            if stack:
-                nested.setdefault(stack, {})[name] = value
-        stacks = {stack: getattr(model, stack).model_copy(update=update) for stack, update in nested.items()}
-        root = self.root.model_copy(update={"model": model.model_copy(update={**own, **stacks})})
+        root, inputs = with_values(self.root, own), self.plan.inputs
         errors = rule_errors(root)
         if errors and errors - rule_errors(self.root):
             return None
-        try:
-            inputs = self.plan.inputs
-            run = resolve_run(root, world_size=inputs.ranks, capability=self.target.capability)
-            return Change(differing, make_plan(run, self.target, vocab_size=inputs.vocab_size))
-        except (
-            NoBackendError,
-            UserError,
-            ValueError,
-        ):  # attention and CUDA graphs may not support another micro batch size
-            return None
+        plan = plan_if_valid(root, self.target, inputs.ranks, inputs.vocab_size)
+        return plan and Change(own, plan)
+
+
+def differing(root: RootBlock, values: Values) -> dict[str, Any]:
+    """Return the values of keys below `model` that differ from the configuration's."""
+    return {key: value for key, value in values.items() if attrgetter(key)(root.model) != value}
+
+
+def with_values(root: RootBlock, values: Values) -> RootBlock:
+    """Return a configuration with other values of keys below `model`, also of its blocks (`encoder.num_layers`)."""
+    model, update = root.model, dict[str, Any]()
+    for key, value in values.items():
+        block, _, name = key.rpartition(".")
+        if block:
+            update[block] = update.get(block, getattr(model, block)).model_copy(update={name: value})
+        else:
+            update[name] = value
+    return root.model_copy(update={"model": model.model_copy(update=update)})
+
+
+def plan_if_valid(root: RootBlock, target: Target, ranks: int, vocab_size: int | None) -> Plan | None:
+    """Plan a run; None if attention, CUDA graphs or the distribution of layers do not support it."""
+    try:
+        run = resolve_run(root, world_size=ranks, capability=target.capability)
+        return make_plan(run, target, vocab_size=vocab_size)
+    except (NoBackendError, UserError, ValueError):
+        return None
 
 
 def cost(change: Change) -> tuple[int, int, int]:
@@ -236,10 +243,10 @@ def _combinations(run: PlannedRun) -> Iterator[Values]:
     seen: list[Values] = []
     for stack in stacks:
         for other in others:
-            differing = run.differing({**stack, **other})
-            if differing not in seen:
-                seen.append(differing)
-                yield differing
+            own = differing(run.root, {**stack, **other})
+            if own not in seen:
+                seen.append(own)
+                yield own
 
 
 def recompute_modes(run: PlannedRun, *, partial: bool = False) -> list[dict[str, Any]]:
