@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from operator import methodcaller
 from typing import Any, NamedTuple
 
 import torch
@@ -124,12 +125,12 @@ class ReplicatedDataParallel(DataParallel):
         self._pending = [len(unit.parameters) for unit in self._units]
         for number, unit in enumerate(self._units):
             for parameter in unit.parameters:
-                parameter.register_post_accumulate_grad_hook(self._grad_hook(number))
+                parameter.register_post_accumulate_grad_hook(self._hook(methodcaller("_on_gradient", number)))
         if self._overlaps_gather:
             number_of = {parameter: number for number, unit in enumerate(self._units) for parameter in unit.parameters}
             for layer in (layer for stack in model.stacks for layer in stack.layers):
                 own = sorted({number_of[parameter] for parameter in layer.parameters() if parameter in number_of})
-                layer.register_forward_pre_hook(self._layer_hook(own))
+                layer.register_forward_pre_hook(self._hook(methodcaller("_wait_for", own)))
                 self._in_layers.update(own)
 
     def before_step(self, micro_batches: int) -> None:
@@ -198,23 +199,13 @@ class ReplicatedDataParallel(DataParallel):
             if not _is_even(weight, ranks):
                 weight.copy_(gather_rows(_chunk(weight, ranks), weight.shape[0], ranks.group))
 
-    def _layer_hook(self, units: Sequence[int]) -> Callable[[nn.Module, tuple[Any, ...]], None]:
-        owner = weakref.ref(self)
-
-        def hook(_: nn.Module, inputs: tuple[Any, ...]) -> None:
-            strategy = owner()
-            if strategy is not None:
-                strategy._wait_for(units)
-
-        return hook
-
-    def _grad_hook(self, unit: int) -> Callable[[Tensor], None]:
+    def _hook(self, call: Callable[[ReplicatedDataParallel], None]) -> Callable[..., None]:
         owner = weakref.ref(self)  # a hook that held this object, which holds the parameter, would never be freed
 
-        def hook(_: Tensor) -> None:
+        def hook(*_: Any) -> None:
             strategy = owner()
             if strategy is not None:
-                strategy._on_gradient(unit)
+                call(strategy)
 
         return hook
 
