@@ -27,9 +27,9 @@ from stoker.trainer.distributed.gathered_weights import GatheredWeights
 from stoker.trainer.distributed.mesh import build_mesh
 from stoker.trainer.distributed.process_group import DistributedContext
 from stoker.trainer.plan.hardware import parse_gpu
+from stoker.trainer.plan.layers import layers_in_order
 from stoker.trainer.plan.run_inputs import collect_inputs
 from stoker.trainer.plan.run_plan import gpu_target
-from stoker.trainer.plan.timeline import layers_in_order
 from stoker.trainer.plan.traffic import planned_bytes
 from stoker.trainer.utils.local_shard import local_tensor
 

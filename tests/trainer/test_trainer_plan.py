@@ -14,6 +14,7 @@ from stoker.models.model_cost import training_flops_per_sample
 from stoker.trainer.cli.main import main
 from stoker.trainer.core.run_context import report_out_of_memory
 from stoker.trainer.plan.hardware import EFFICIENCY, GIB, GPU_NAMES, match_gpu, parse_gpu
+from stoker.trainer.plan.layers import layers_in_order
 from stoker.trainer.plan.report import (
     measured_line,
     memory_categories,
@@ -27,7 +28,6 @@ from stoker.trainer.plan.roofline import (
 )
 from stoker.trainer.plan.search import effective_modules, search, suggest_changes
 from stoker.trainer.plan.state_memory import offload_bucket_bytes
-from stoker.trainer.plan.timeline import layers_in_order
 from stoker.trainer.utils.errors import EXIT_BAD_INPUT, EXIT_OK, UserError
 
 # ---------------------------------------------------------------- memory

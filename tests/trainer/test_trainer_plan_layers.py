@@ -21,7 +21,8 @@ from stoker.models.layer import layer_traffic
 from stoker.models.layers import recomputed_attention
 from stoker.models.memory.offload_activations import ActivationOffload
 from stoker.trainer.plan import timeline
-from stoker.trainer.plan.timeline import layers_in_order, loss_memory, memory_plan
+from stoker.trainer.plan.layers import layers_in_order
+from stoker.trainer.plan.timeline import loss_memory, memory_plan
 from stoker.trainer.plan.transfers import offloaded_bytes
 
 pytestmark = pytest.mark.usefixtures("own_components")

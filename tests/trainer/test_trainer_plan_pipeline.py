@@ -24,9 +24,10 @@ from stoker.trainer.config.resolved_run import resolve_run
 from stoker.trainer.core.training_state import _check_trained_parameters  # pyright: ignore[reportPrivateUsage]
 from stoker.trainer.distributed.process_group import DistributedContext
 from stoker.trainer.plan.hardware import parse_gpu
+from stoker.trainer.plan.layers import layers_in_order
 from stoker.trainer.plan.run_inputs import pipeline_ranks
 from stoker.trainer.plan.run_plan import Plan, gpu_target, make_plan
-from stoker.trainer.plan.timeline import StageMemory, layers_in_order
+from stoker.trainer.plan.timeline import StageMemory
 from stoker.trainer.utils.errors import EXIT_BAD_INPUT, EXIT_OK, UserError
 
 SMALL = [

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 
 from ..config.captured_layers import captures_layers
 from .hardware import EFFICIENCY, GPUSpec
+from .layers import LayerInStack
 from .run_inputs import RunInputs
-from .timeline import LayerInStack
 
 
 def launching_seconds(

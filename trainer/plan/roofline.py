@@ -21,9 +21,10 @@ from ..config.schema.optim import optimizer_kind, optimizer_settings
 from .data_exchange import gradient_sums
 from .hardware import EFFICIENCY, GPUSpec
 from .launching import launching_seconds
+from .layers import LayerInStack, layers_in_order
 from .run_inputs import RunInputs
 from .state_memory import num_state_elements
-from .timeline import LayerInStack, MemoryPlan, layers_in_order
+from .timeline import MemoryPlan
 from .traffic import AxisTraffic, axis_traffic, message_seconds
 from .transfers import offload_stall_seconds, offloaded_bytes
 

@@ -20,9 +20,9 @@ from ...models.stack import stack_traffic
 from ...models.tensor_parallel import count_partial_gradients
 from .data_exchange import exchange_of, gathered_slots, gradient_sums, num_data_ranks, uses_copy_engines
 from .hardware import EFFICIENCY, GPUSpec
+from .layers import LayerInStack, layers_in_order, without_shared_experts
 from .run_inputs import RunInputs
 from .state_memory import trained_fp8_weights
-from .timeline import LayerInStack, layers_in_order, without_shared_experts
 
 AXES: tuple[CommunicationAxis, ...] = get_args(CommunicationAxis)
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from .timeline import LayerInStack
+from .layers import LayerInStack
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
