@@ -1,13 +1,24 @@
-"""Build a GPT from its keys alone."""
+"""Build models from their keys alone."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from stoker.models.build import build_model
+import torch
+
+from stoker.kernels.attention.flags import AttentionFlags
+from stoker.models import build
+from stoker.models.build import LanguageModel
 from stoker.models.config.batch_shape import BatchSpec
+from stoker.models.config.families import FamilyKeys
 from stoker.models.config.gpt import GPTKeys
 from stoker.models.gpt import GPT
+
+
+def build_model(keys: FamilyKeys, **arguments: Any) -> LanguageModel:
+    """Build a model in fp32 on the CPU, for micro batches of 2, unless `arguments` of `build_model` say otherwise."""
+    usual = {"device": "cpu", "dtype": torch.float32, "flags": AttentionFlags(), "micro_batch_size": 2}
+    return build.build_model(keys, **{**usual, **arguments})
 
 
 def build_gpt(
@@ -18,7 +29,7 @@ def build_gpt(
     reset_attention_mask: bool = False,
     **arguments: Any,
 ) -> GPT:
-    """Build a GPT for samples of `encoder_seq_length` tokens, or of `seq_length`; for `arguments` see `build_model`."""
+    """Build a GPT for samples of `encoder_seq_length` tokens, or of `seq_length`; `arguments` as in `build_model`."""
     spec = BatchSpec(
         seq_length=seq_length or keys.encoder_seq_length,
         packed=reset_attention_mask,

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from gpt_builder import build_model
 from torch import Tensor
 
-from stoker.kernels.attention.flags import AttentionFlags
-from stoker.models.build import LanguageModel, build_model
+from stoker.models.build import LanguageModel
 from stoker.models.config.batch_shape import BatchSpec
 from stoker.models.config.gpt import GPTKeys
 from stoker.models.config.peft import PeftKeys, peft_slice
@@ -55,14 +55,7 @@ def model_of(
     keys = PeftKeys.model_validate({"peft_scheme": scheme, **(SCHEMES.get(scheme or "", {}) if peft is None else peft)})
     form = BatchSpec(seq_length=LENGTH, decoder_seq_length=ANSWER) if family == "t5" else BatchSpec(seq_length=LENGTH)
     return build_model(
-        keys_of(family, **changes),
-        vocab_size=VOCAB,
-        device="cpu",
-        dtype=dtype,
-        flags=AttentionFlags(),
-        micro_batch_size=2,
-        batch_spec=form,
-        peft=peft_slice(keys),
+        keys_of(family, **changes), vocab_size=VOCAB, dtype=dtype, batch_spec=form, peft=peft_slice(keys)
     )
 
 

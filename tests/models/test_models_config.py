@@ -12,7 +12,6 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from tiers import examples, looped
 
-from stoker.kernels.attention.flags import AttentionFlags
 from stoker.models.build import num_parameters
 from stoker.models.config.bert import BertKeys
 from stoker.models.config.families import model_rules
@@ -267,14 +266,7 @@ GEOMETRY = st.fixed_dictionaries(
 @examples(60)
 @given(changes=GEOMETRY, vocab_size=st.integers(1, 200))
 def test_counted_parameters_are_built(changes: dict[str, Any], vocab_size: int) -> None:
-    model = build_gpt(
-        keys(**changes),
-        vocab_size=vocab_size,
-        device="meta",
-        dtype=torch.bfloat16,
-        flags=AttentionFlags(),
-        micro_batch_size=1,
-    )
+    model = build_gpt(keys(**changes), vocab_size=vocab_size, device="meta", dtype=torch.bfloat16, micro_batch_size=1)
     assert count_parameters(keys(**changes), vocab_size) == num_parameters(model)
 
 

@@ -6,15 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from gpt_builder import build_gpt
+from gpt_builder import build_gpt, build_model
 from tiers import cases
 from torch import Tensor
 
 from stoker.kernels.attention import decode
-from stoker.kernels.attention.flags import AttentionFlags
 from stoker.kernels.launch import HAS_TRITON
 from stoker.models import incremental_decoding
-from stoker.models.build import build_model
 from stoker.models.config.batch_shape import BatchSpec
 from stoker.models.config.gpt import GPTKeys
 from stoker.models.config.peft import PromptSlice
@@ -66,10 +64,7 @@ CASES: dict[str, dict[str, Any]] = {kind: {"position_embedding_type": kind} for 
 
 def gpt(**changes: Any) -> GPT:
     keys = SMALL | {"encoder_seq_length": SLOTS + 1, "make_vocab_size_divisible_by": 8} | changes
-    model = build_gpt(
-        GPTKeys.model_validate(keys), vocab_size=VOCAB, device="cpu", dtype=torch.float64, flags=AttentionFlags(),
-        micro_batch_size=2,
-    )  # fmt: skip
+    model = build_gpt(GPTKeys.model_validate(keys), vocab_size=VOCAB, dtype=torch.float64)
     return model.eval()
 
 
@@ -77,9 +72,8 @@ def t5(encoder: dict[str, Any], decoder: dict[str, Any], **changes: Any) -> T5:
     stacks = {"encoder": SMALL | encoder, "decoder": SMALL | decoder}
     keys = T5Keys.model_validate(stacks | {"seq_length": 30, "make_vocab_size_divisible_by": 8} | changes)
     model = build_model(
-        keys, vocab_size=VOCAB, device="cpu", dtype=torch.float64, flags=AttentionFlags(), micro_batch_size=2,
-        batch_spec=BatchSpec(seq_length=30, decoder_seq_length=SLOTS + 1),
-    )  # fmt: skip
+        keys, vocab_size=VOCAB, dtype=torch.float64, batch_spec=BatchSpec(seq_length=30, decoder_seq_length=SLOTS + 1)
+    )
     assert isinstance(model, T5)
     return model.eval()
 
@@ -286,9 +280,13 @@ def test_learned_vectors_stand_in_front_of_texts(positions: str) -> None:
     keys = GPTKeys.model_validate(SMALL | {"position_embedding_type": positions, "encoder_seq_length": 20})
     prompt = PromptSlice(virtual_tokens=5, bottleneck=8, embedding=6, init_std=0.5)
     model = build_model(
-        keys, vocab_size=VOCAB, device="cpu", dtype=torch.float64, flags=AttentionFlags(), micro_batch_size=1,
-        batch_spec=BatchSpec(seq_length=15), peft=prompt,
-    )  # fmt: skip
+        keys,
+        vocab_size=VOCAB,
+        dtype=torch.float64,
+        micro_batch_size=1,
+        batch_spec=BatchSpec(seq_length=15),
+        peft=prompt,
+    )
     assert isinstance(model, GPT)
     model.eval()
     texts, starts = drawn(2, 12), torch.tensor([7, 1])
@@ -307,10 +305,13 @@ def test_learned_vectors_stand_in_front_of_what_a_t5_reads() -> None:
     stack = SMALL | {"position_embedding_type": "relative"}
     keys = T5Keys.model_validate({"encoder": stack, "decoder": stack, "seq_length": 20})
     model = build_model(
-        keys, vocab_size=VOCAB, device="cpu", dtype=torch.float64, flags=AttentionFlags(), micro_batch_size=1,
+        keys,
+        vocab_size=VOCAB,
+        dtype=torch.float64,
+        micro_batch_size=1,
         batch_spec=BatchSpec(seq_length=20, decoder_seq_length=9),
         peft=PromptSlice(virtual_tokens=4, bottleneck=8, embedding=6, init_std=0.5),
-    )  # fmt: skip
+    )
     assert isinstance(model, T5)
     model.eval()
     read, written = drawn(2, 11), drawn(2, 6, seed=1)

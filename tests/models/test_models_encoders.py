@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from attention_cases import attend
+from gpt_builder import build_model
 from tiers import cases, extra, full_only, looped
 from torch import Tensor
 
@@ -24,7 +25,7 @@ from stoker.kernels.attention.reference import reference_backend
 from stoker.kernels.launch import INTERPRETED
 from stoker.kernels.relative_position_buckets import relative_buckets
 from stoker.models.bert import BERT
-from stoker.models.build import build_model, call_context, num_parameters, plan_model
+from stoker.models.build import call_context, num_parameters, plan_model
 from stoker.models.config.batch_shape import BatchSpec
 from stoker.models.config.bert import BertKeys
 from stoker.models.config.families import family_slice
@@ -48,10 +49,7 @@ def t5(form: BatchSpec | None = None, *, encoder: Any = None, decoder: Any = Non
     made = build_model(
         T5Keys.model_validate(both | {"seq_length": READ, "make_vocab_size_divisible_by": 8} | keys),
         vocab_size=VOCAB,
-        device="cpu",
         dtype=torch.float64,
-        flags=AttentionFlags(),
-        micro_batch_size=2,
         batch_spec=form or BatchSpec(seq_length=READ, decoder_seq_length=WRITTEN),
     )
     assert isinstance(made, T5)
@@ -62,10 +60,7 @@ def bert(form: BatchSpec, **keys: Any) -> BERT:
     made = build_model(
         BertKeys.model_validate(STACK | {"encoder_seq_length": READ} | keys),
         vocab_size=VOCAB,
-        device="cpu",
         dtype=torch.float64,
-        flags=AttentionFlags(),
-        micro_batch_size=2,
         batch_spec=form,
     )
     assert isinstance(made, BERT)
@@ -422,15 +417,7 @@ def test_parameters_of_a_bert_are_counted_without_building_it(changes: dict[str,
 
 
 def meta(keys: T5Keys | BertKeys, form: BatchSpec) -> Any:
-    return build_model(
-        keys,
-        vocab_size=VOCAB,
-        device="meta",
-        dtype=torch.float32,
-        flags=AttentionFlags(),
-        micro_batch_size=1,
-        batch_spec=form,
-    )
+    return build_model(keys, vocab_size=VOCAB, device="meta", micro_batch_size=1, batch_spec=form)
 
 
 # ---------------------------------------------------------------- calls

@@ -4,13 +4,11 @@ from typing import Any
 
 import pytest
 import torch
-from gpt_builder import build_gpt
+from gpt_builder import build_gpt, build_model
 from parallel_models import batch_of, keys_of, samples_of
 from tiers import extra, looped
 
-from stoker.kernels.attention.flags import AttentionFlags
 from stoker.kernels.norm_functions import layer_norm, rms_norm
-from stoker.models.build import build_model
 from stoker.models.config.batch_shape import BatchSpec
 from stoker.models.config.gpt import GPTKeys
 from stoker.models.layer import Layer
@@ -25,10 +23,7 @@ def gpt(dtype, **changes) -> Any:
         "hidden_dropout": 0.0, "attention_dropout": 0.0, "normalization": "rmsnorm", "bias": False,
         "fp32_residual_connection": True, **changes,
     }  # fmt: skip
-    return build_gpt(
-        GPTKeys.model_validate(keys), vocab_size=90, device="cpu", dtype=dtype, flags=AttentionFlags(),
-        micro_batch_size=2,
-    )  # fmt: skip
+    return build_gpt(GPTKeys.model_validate(keys), vocab_size=90, dtype=dtype)
 
 
 def streams_of(model, run):
@@ -70,13 +65,10 @@ def test_layers_add_in_fp32_and_the_rest_is_16_bit(changes):
 @pytest.mark.parametrize("samples", ["packed", *extra("padded", "")])
 def test_every_family_has_one(family, samples):
     keys = keys_of({"family": family, "fp32_residual_connection": True})
-    model = build_model(
-        keys, vocab_size=90, device="cpu", dtype=torch.bfloat16, flags=AttentionFlags(), micro_batch_size=2,
-        batch_spec=BatchSpec(
+    model = build_model(keys, vocab_size=90, dtype=torch.bfloat16, batch_spec=BatchSpec(
             seq_length=16, decoder_seq_length=8 if family == "t5" else 0, packed=samples == "packed",
             reset_position_ids=samples == "packed", padded=samples == "padded",
-        ),
-    )  # fmt: skip
+        ))  # fmt: skip
     batch = samples_of(family, samples) if samples else batch_of(family)
     batch.pop("token_types", None)
     dtypes = streams_of(model, lambda: model.batch_loss(batch, 27.0))

@@ -325,9 +325,11 @@ def test_lengths_outside_the_kinds_are_errors() -> None:
 def test_kinds_can_be_left_out() -> None:
     model = build_gpt(
         GPTKeys.model_validate(SMALL | {"attention_dropout": 0.1, "use_flash_attention": True}),
-        vocab_size=VOCAB, device="cpu", dtype=torch.float32, flags=AttentionFlags(), micro_batch_size=1,
-        kinds=("evaluation", "generation"), seq_length=6,
-    )  # fmt: skip
+        vocab_size=VOCAB,
+        micro_batch_size=1,
+        kinds=("evaluation", "generation"),
+        seq_length=6,
+    )
     tokens, _ = tokens_and_labels()
     assert model.batch_spec.seq_length == 6
     with pytest.raises(ValueError, match="a training call"):

@@ -10,7 +10,6 @@ from gpt_builder import build_gpt
 from tiers import extra
 from torch import Tensor
 
-from stoker.kernels.attention.flags import AttentionFlags
 from stoker.kernels.moe.routing import RoutingResult
 from stoker.models.config.batch_shape import BatchSpec
 from stoker.models.config.families import family_slice
@@ -42,7 +41,7 @@ STACK: dict[str, Any] = {
 
 def gpt(dtype: torch.dtype = torch.float64, **changes: Any) -> GPT:
     keys = GPTKeys.model_validate(STACK | {"encoder_seq_length": TOKENS} | changes)
-    return build_gpt(keys, vocab_size=VOCAB, device="cpu", dtype=dtype, flags=AttentionFlags(), micro_batch_size=2)
+    return build_gpt(keys, vocab_size=VOCAB, dtype=dtype)
 
 
 def texts(seed: int = 0) -> Tensor:

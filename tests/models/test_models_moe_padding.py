@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from gpt_builder import build_model
 from torch import Tensor
 
 from stoker.kernels.attention.flags import AttentionFlags
 from stoker.models.bert import BERT
-from stoker.models.build import build_model
 from stoker.models.config.batch_shape import BatchSpec
 from stoker.models.config.bert import BertKeys
 from stoker.models.config.gpt import GPTKeys
@@ -43,7 +43,7 @@ RELATIVE = {"position_embedding_type": "relative"}
 def built(keys: GPTKeys | T5Keys | BertKeys, peft: PromptSlice | None = None, **form: Any) -> GPT | T5 | BERT:
     shape = BatchSpec(seq_length=TOKENS, **form)
     facts: dict[str, Any] = {"device": "cpu", "dtype": torch.float64, "flags": AttentionFlags()}
-    return build_model(keys, vocab_size=VOCAB, micro_batch_size=2, batch_spec=shape, peft=peft, **facts)
+    return build_model(keys, vocab_size=VOCAB, batch_spec=shape, peft=peft, **facts)
 
 
 def t5(*, encoder: bool, **form: Any) -> T5:

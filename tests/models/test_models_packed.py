@@ -17,7 +17,6 @@ from torch.utils.checkpoint import checkpoint
 
 from stoker.kernels.attention.backends.registry import ATTENTION_FUNCTIONS
 from stoker.kernels.attention.dispatch import NoBackendError
-from stoker.kernels.attention.flags import AttentionFlags
 from stoker.kernels.attention.packed_sequences import PackedSequences, document_position_ids
 from stoker.kernels.launch import INTERPRETED
 from stoker.kernels.rope import apply_rotary, rotary_table
@@ -61,7 +60,6 @@ def gpt(
         vocab_size=VOCAB,
         device=device,
         dtype=dtype,
-        flags=AttentionFlags(),
         micro_batch_size=len(ROWS),
         reset_position_ids=positions,
         reset_attention_mask=mask,

@@ -10,12 +10,12 @@ import torch
 import torch.nn.functional as F
 import transformers
 from config_helpers import load
+from gpt_builder import build_model
 from hf_fp64 import keep_input_dtype, map_parameters
 from tiers import cases, extra
 from torch import Tensor, nn
 
-from stoker.kernels.attention.flags import AttentionFlags
-from stoker.models.build import LanguageModel, build_model
+from stoker.models.build import LanguageModel
 from stoker.models.config.batch_shape import BatchSpec
 from stoker.models.config.bert import BertKeys
 from stoker.models.config.families import FamilyKeys
@@ -96,9 +96,7 @@ def same_weights(case: Case, dtype: torch.dtype, *, padded: bool, std: float) ->
     model = build_model(
         case.keys,
         vocab_size=VOCAB,
-        device="cpu",
         dtype=dtype,
-        flags=AttentionFlags(),
         micro_batch_size=BATCH,
         batch_spec=BatchSpec(seq_length=TOKENS, decoder_seq_length=ANSWER, padded=padded),
     )

@@ -14,7 +14,6 @@ from hf_fp64 import keep_input_dtype, map_parameters
 from tiers import cases
 from torch import Tensor, nn
 
-from stoker.kernels.attention.flags import AttentionFlags
 from stoker.models.config.gpt import GPTKeys
 from stoker.models.gpt import GPT
 from stoker.models.hf.architecture import Architecture
@@ -86,9 +85,7 @@ def same_weights(reference: nn.Module, ours: GPTKeys, kind: Architecture, dtype:
     generator = torch.Generator().manual_seed(7)
     for parameter in reference.parameters():
         parameter.data.normal_(0, 0.3, generator=generator)
-    model = build_gpt(
-        ours, vocab_size=VOCAB, device="cpu", dtype=dtype, flags=AttentionFlags(), micro_batch_size=BATCH
-    )  # fmt: skip
+    model = build_gpt(ours, vocab_size=VOCAB, dtype=dtype, micro_batch_size=BATCH)
     for name, value in map_parameters(kind, model, reference).items():
         model.get_parameter(name).data.copy_(value)
     return model

@@ -49,10 +49,7 @@ def gpt(kind: str = "none", *, tokens: int = TOKENS, longest: int | None = None,
     }  # fmt: skip
     if longest is not None and changes.get("position_embedding_type", kind) in TABLES:
         keys["max_position_embeddings"] = longest
-    return build_gpt(
-        GPTKeys.model_validate(keys | changes), vocab_size=VOCAB, device="cpu", dtype=FP64, flags=AttentionFlags(),
-        micro_batch_size=2,
-    )  # fmt: skip
+    return build_gpt(GPTKeys.model_validate(keys | changes), vocab_size=VOCAB, dtype=FP64)
 
 
 def some_tokens(length: int) -> Tensor:
@@ -336,14 +333,11 @@ def test_gpu_trains_as_a_cpu_in_fp64(kind: str) -> None:
     changes = {"num_attention_heads": 6, "num_query_groups": 2, "kv_channels": 64, "init_method_std": 0.05}
     keys = {"hidden_size": 96, "ffn_hidden_size": 128, "qk_layernorm": True, "window_size": [100, 0], **changes}
     wide = gpt(kind, tokens=300, attention_backend="reference", **keys)
-    narrow = build_gpt(
-        GPTKeys.model_validate(
+    narrow = build_gpt(GPTKeys.model_validate(
             {"num_layers": 2, "encoder_seq_length": 300, "make_vocab_size_divisible_by": 16, "hidden_dropout": 0.0,
              "attention_dropout": 0.0, "position_embedding_type": kind, "relative_attention_num_buckets": 8,
              "relative_attention_max_distance": 20, "attention_backend": "triton", "compile": True, **keys}
-        ),
-        vocab_size=VOCAB, device="cuda", dtype=torch.bfloat16, flags=AttentionFlags(), micro_batch_size=2,
-    )  # fmt: skip
+        ), vocab_size=VOCAB, device="cuda", dtype=torch.bfloat16)  # fmt: skip
     wide.load_state_dict({name: value.double().cpu() for name, value in narrow.state_dict().items()})
     tokens, labels = some_tokens(300), some_tokens(301)[:, 1:]
     expected, loss = wide.loss(tokens, labels, 600), narrow.loss(tokens.cuda(), labels.cuda(), 600)

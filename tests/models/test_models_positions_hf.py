@@ -16,7 +16,6 @@ from tiers import looped
 from torch import Tensor
 
 from stoker.kernels.attention.backends.registry import ATTENTION_FUNCTIONS
-from stoker.kernels.attention.flags import AttentionFlags
 from stoker.kernels.relative_position_buckets import relative_buckets
 from stoker.kernels.rope_scaling import Llama3Scaling, RotaryScaling, YarnScaling, rotary_frequencies
 from stoker.models.config.gpt import GPTKeys
@@ -105,10 +104,7 @@ def model_of(**changes: Any) -> GPT:
         "position_embedding_type": "rope", "rotary_base": 500.0, "hidden_dropout": 0.0, "attention_dropout": 0.0,
         "make_vocab_size_divisible_by": 8,
     }  # fmt: skip
-    return build_gpt(
-        GPTKeys.model_validate(keys | changes), vocab_size=VOCAB, device="cpu", dtype=FP64, flags=AttentionFlags(),
-        micro_batch_size=3,
-    )  # fmt: skip
+    return build_gpt(GPTKeys.model_validate(keys | changes), vocab_size=VOCAB, dtype=FP64, micro_batch_size=3)
 
 
 def randomised(reference: Any) -> Any:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from compiled_graphs import CompiledGraphs
+from gpt_builder import build_model
 from tiers import cases, extra, full_only
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
@@ -17,9 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from stoker.kernels import gated_activation as gated_activation_module
 from stoker.kernels import gated_down_projection as gated_projection_module
 from stoker.kernels.attention import recompute_scores
-from stoker.kernels.attention.flags import AttentionFlags
 from stoker.models.bert import BERT
-from stoker.models.build import LanguageModel, build_model
+from stoker.models.build import LanguageModel
 from stoker.models.config.batch_shape import BatchSpec
 from stoker.models.config.bert import BertKeys
 from stoker.models.config.families import FamilyKeys
@@ -78,9 +78,7 @@ MOE_MODES = MODES | {
 
 def built(keys: FamilyKeys, dtype: torch.dtype = torch.float32, device: str = "cpu", **form: Any) -> LanguageModel:
     shape = BatchSpec(seq_length=TOKENS, **form)
-    return build_model(
-        keys, vocab_size=VOCAB, device=device, dtype=dtype, flags=AttentionFlags(), micro_batch_size=2, batch_spec=shape
-    )
+    return build_model(keys, vocab_size=VOCAB, device=device, dtype=dtype, batch_spec=shape)
 
 
 def gpt(**changes: Any) -> GPT:

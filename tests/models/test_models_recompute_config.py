@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 from config_helpers import gpt, load, problems
+from gpt_builder import build_model
 from resolved import build_data, cuda_graph_unsupported_reason, gpu_target, make_plan, uses_cuda_graph
 from resolved import build_model as build_model_of_run
 from tiers import looped
 from tiny_run import tiny_config
 
 from stoker.kernels.attention.flags import AttentionFlags
-from stoker.models.build import build_model
 from stoker.models.config.batch_shape import BatchSpec
 from stoker.models.config.families import family_slice, model_rules
 from stoker.models.config.gpt import GPTKeys, gpt_slice
@@ -216,15 +216,7 @@ def stacks(backend: str, **changes: Any) -> tuple[Stack, list[str]]:
     given = keys(**{f"{AT}granularity": "selective"} | changes, attention_backend=backend)
     form = BatchSpec(seq_length=8)
     described = family_slice(given, vocab_size=10, batch_spec=form)
-    model = build_model(
-        given,
-        vocab_size=10,
-        device="cpu",
-        dtype=torch.float32,
-        flags=AttentionFlags(),
-        micro_batch_size=2,
-        batch_spec=form,
-    )
+    model = build_model(given, vocab_size=10, batch_spec=form)
     stack = model.get_submodule("decoder")
     assert isinstance(stack, Stack)
     return stack, list(
@@ -312,15 +304,7 @@ def test_each_attention_of_a_t5_is_looked_at() -> None:
     flash = selective | {"attention_backend": "sdpa_flash", "attention_dropout": 0.0}
     given = T5Keys.model_validate({"encoder": selective | {"attention_backend": "unfused"}, "decoder": flash})
     form = BatchSpec(seq_length=8, decoder_seq_length=8)
-    model = build_model(
-        given,
-        vocab_size=10,
-        device="cpu",
-        dtype=torch.float32,
-        flags=AttentionFlags(),
-        micro_batch_size=1,
-        batch_spec=form,
-    )
+    model = build_model(given, vocab_size=10, micro_batch_size=1, batch_spec=form)
     described = family_slice(given, vocab_size=10, batch_spec=form)
     notes = list(ineffective_recompute_messages(described, model.attention_decisions, None, compiled=model.compiled))
     assert [note.split("`")[1] for note in notes] == ["decoder training", "cross training"]
@@ -344,15 +328,7 @@ def test_a_relu_that_is_recomputed_saves_nothing_as_written(
     relu = {"openai_gelu": False, "activation": "relu", f"{AT}modules": ["mlp_activation"]} | changes
     given, form = keys(**relu, attention_backend="unfused"), BatchSpec(seq_length=8)
     described = family_slice(given, vocab_size=10, batch_spec=form)
-    decisions = build_model(
-        given,
-        vocab_size=10,
-        device="cpu",
-        dtype=torch.float32,
-        flags=AttentionFlags(),
-        micro_batch_size=2,
-        batch_spec=form,
-    ).attention_decisions
+    decisions = build_model(given, vocab_size=10, batch_spec=form).attention_decisions
     notes = list(ineffective_recompute_messages(described, decisions, None, compiled=compiled))
     assert memory_saving_recompute(described, decisions, None, compiled=compiled) == (
         None if idle else sliced(1, 0, "mlp_activation"),
@@ -384,15 +360,7 @@ def test_what_fp8_does_not_save_is_not_recomputed(
     fp8 |= {"ffn_hidden_size": 32, f"{AT}modules": ["norm", "mlp_activation"]} | changes
     given, form = keys(**fp8), BatchSpec(seq_length=8)
     described = family_slice(given, vocab_size=10, batch_spec=form)
-    decisions = build_model(
-        given,
-        vocab_size=10,
-        device="cpu",
-        dtype=torch.float32,
-        flags=AttentionFlags(),
-        micro_batch_size=2,
-        batch_spec=form,
-    ).attention_decisions
+    decisions = build_model(given, vocab_size=10, batch_spec=form).attention_decisions
     (saving,) = memory_saving_recompute(described, decisions, None, compiled=compiled)
     assert (saving and saving.description) == (kept and f"{kept} of every layer")
     notes = list(ineffective_recompute_messages(described, decisions, None, compiled=compiled))

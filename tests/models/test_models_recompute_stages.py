@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 import torch
 from compiled_graphs import CompiledGraphs
+from gpt_builder import build_model
 from test_models_recompute import EXPERTS, LLAMA, STACK, TOKENS, VOCAB, assert_same, drawn, full
 from tiers import cases, full_only
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from stoker.kernels.attention.flags import AttentionFlags
-from stoker.models.build import LanguageModel, build_model
+from stoker.models.build import LanguageModel
 from stoker.models.config.batch_shape import BatchSpec
 from stoker.models.config.bert import BertKeys
 from stoker.models.config.gpt import GPTKeys
@@ -70,10 +70,6 @@ def rank_model(family: str, keys: dict[str, Any], split: PipelineSplit, rank: in
     return build_model(
         found,
         vocab_size=VOCAB,
-        device="cpu",
-        dtype=torch.float32,
-        flags=AttentionFlags(),
-        micro_batch_size=2,
         batch_spec=BatchSpec(seq_length=TOKENS, decoder_seq_length=decoder_length),
         kinds=("training", "evaluation"),
         pipeline_parallel=PipelineParallel(rank, split),

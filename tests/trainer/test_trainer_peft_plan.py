@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 from config_helpers import gpt, load
+from gpt_builder import build_model
 from resolved import batch_spec, check_memory, gpu_target, make_plan
 from tiny_run import tiny_config
 from torch.utils._pytree import tree_leaves
 
-from stoker.kernels.attention.flags import AttentionFlags
-from stoker.models.build import build_model, num_parameters
+from stoker.models.build import num_parameters
 from stoker.models.config.peft import peft_slice
 from stoker.models.model_cost import training_flops_per_sample
 from stoker.models.peft.apply import trainable_parameters
@@ -120,14 +120,7 @@ def test_the_backward_pass_ends_where_nothing_before_is_trained(given: list[str]
     form = batch_spec(root)
     assert count_trainable(root.model, 100, form).first_backward_layers == begins
     model = build_model(
-        root.model,
-        vocab_size=100,
-        device="cpu",
-        dtype=torch.float32,
-        flags=AttentionFlags(),
-        micro_batch_size=1,
-        batch_spec=form,
-        peft=peft_slice(root.model.peft),
+        root.model, vocab_size=100, micro_batch_size=1, batch_spec=form, peft=peft_slice(root.model.peft)
     )
     ran: set[tuple[int, int]] = set()
     for at, stack in enumerate(model.stacks):

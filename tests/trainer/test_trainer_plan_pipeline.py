@@ -9,14 +9,13 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
-import torch
 from config_helpers import load
+from gpt_builder import build_model
 from saved_activations import plan_inputs, saved_stage
 from tiers import cases, looped
 from torch import nn
 
-from stoker.kernels.attention.flags import AttentionFlags
-from stoker.models.build import build_model, num_parameters
+from stoker.models.build import num_parameters
 from stoker.models.model_cost import head_saved_bytes
 from stoker.models.parallel.pipeline import PipelineParallel
 from stoker.trainer.cli.main import main
@@ -86,10 +85,14 @@ def test_every_rank_has_the_planned_parameters(name: str) -> None:
     assert run.mesh.pipeline == len(plan.ranks) == split.ranks
     for rank, part in enumerate(plan.ranks):
         model = build_model(
-            run.model, vocab_size=plan.inputs.vocab_size, device="meta", dtype=torch.float32, flags=AttentionFlags(),
-            micro_batch_size=1, batch_spec=run.batch_spec, pipeline_parallel=PipelineParallel(rank, split),
+            run.model,
+            vocab_size=plan.inputs.vocab_size,
+            device="meta",
+            micro_batch_size=1,
+            batch_spec=run.batch_spec,
+            pipeline_parallel=PipelineParallel(rank, split),
             kinds=("training", "evaluation"),
-        )  # fmt: skip
+        )
         assert part.inputs.counts.total == num_parameters(model), rank
     copies = sum(elements * (len(holders) - 1) for _, elements, holders in plan.inputs.shared_weights)
     assert sum(part.inputs.counts.total for part in plan.ranks) == plan.num_parameters + copies
