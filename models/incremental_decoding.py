@@ -64,7 +64,7 @@ class GPTDecoder:
     """
 
     def __init__(self, model: GPT, batch_size: int, max_length: int) -> None:
-        _check_slots("slots", max_length, max_input_length(model))
+        _check_length("max_length", max_length, max_input_length(model))
         self.batch_size = batch_size
         self.max_length = max_length
         self._model = model
@@ -130,9 +130,11 @@ class T5Decoder:
         self, model: T5, batch_size: int, max_length: int, max_encoder_length: int, rows_per_encoding: int = 1
     ) -> None:
         if batch_size % rows_per_encoding:
-            raise ValueError(f"`rows` ({batch_size}) must be a multiple of `per_memory` ({rows_per_encoding}).")
-        _check_slots("memory_slots", max_encoder_length, max_input_length(model))
-        _check_slots("slots", max_length, model.max_positions[1])
+            raise ValueError(
+                f"`batch_size` ({batch_size}) must be a multiple of `rows_per_encoding` ({rows_per_encoding})."
+            )
+        _check_length("max_encoder_length", max_encoder_length, max_input_length(model))
+        _check_length("max_length", max_length, model.max_positions[1])
         self.batch_size = batch_size
         self.max_length = max_length
         self._model = model
@@ -158,7 +160,9 @@ class T5Decoder:
 
     @torch.no_grad()
     def prefill(self, tokens: Tensor, lengths: Tensor) -> None:
-        """Encode sequences, int64 (rows / per_memory, tokens), with `lengths`; the first `step` takes a start token."""
+        """Encode sequences, int64 (batch_size / rows_per_encoding, tokens), with `lengths`; the first `step` takes a
+        start token.
+        """
         model, count = self._model, tokens.shape[1] + self._virtual_tokens
         self._cache.reset(torch.zeros_like(self._cache.lengths))
         self._memory_lengths.copy_(lengths + self._virtual_tokens)
@@ -225,9 +229,11 @@ def _num_virtual_tokens(model: GPT | T5) -> int:
     return 0 if model.prompt is None else len(model.prompt)
 
 
-def _check_slots(name: str, slots: int, longest: int | None) -> None:
-    if slots < 1 or (longest is not None and slots > longest):
-        raise ValueError(f"`{name}` ({slots}) must be from 1 to {longest or 'any number'}, the positions of the model.")
+def _check_length(name: str, length: int, longest: int | None) -> None:
+    if length < 1 or (longest is not None and length > longest):
+        raise ValueError(
+            f"`{name}` ({length}) must be from 1 to {longest or 'any number'}, the positions of the model."
+        )
 
 
 def _build_cache(stack: Stack, weight: Tensor, rows: int, slots: int) -> KVCache:

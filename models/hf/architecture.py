@@ -46,7 +46,7 @@ class Architecture:
         field_mappings: mappings of config.json fields.
         weights: mapping of weights.
         aliases: other classes with the same weights and additional ones, which are ignored.
-        ignored_fields: fields that do not change results, in addition to `COMMON`.
+        ignored_fields: fields that do not change results, in addition to `IGNORED_FIELDS`.
     """
 
     model_type: str

@@ -312,7 +312,7 @@ REQUIRED_VALUES: tuple[FieldMapping, ...] = (
 
 
 def validate_value(name: str, value: Any, kind: Kind) -> Any:
-    """Validate a value of a field and return it; see `Field` for the kinds.
+    """Validate a value of a field and return it; see `KeyField` for the kinds.
 
     Raises:
         FieldError: it has the wrong type or is out of range.

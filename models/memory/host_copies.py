@@ -182,8 +182,8 @@ class PinnedMemoryPool:
         return self._slabs[slab][start : start + size]
 
     def release(self, buffer: Tensor) -> None:
-        """Release a buffer of `take`."""
-        # Merged by the next `take`: the garbage collector may call this on another thread, or in the middle of one.
+        """Release a buffer of `allocate`."""
+        # Merged by the next `allocate`: the garbage collector may call this on another thread, or in the middle of one.
         start = int(buffer.storage_offset())
         self._released.append(_Block(buffer.untyped_storage().data_ptr(), start, start + _rounded_up(buffer.numel())))
 

@@ -7,8 +7,8 @@ schedule of TransformerEngine's `cpu_offload` (since 2.10). If layers are recomp
 fetched at the latest when the backward reaches the chunk after it.
 
 Not offloaded: parameters, tensors shared by all layers (cos/sin tables, masks, the encoder output), tensors smaller
-than `MIN_RMS`, and the input of the first layer that is not offloaded. A tensor saved by several operations is
-copied once.
+than `MIN_OFFLOAD_BYTES`, and the input of the first layer that is not offloaded. A tensor saved by several operations
+is copied once.
 
 The saved-tensor hooks also see what compiled layers save; of a fully recomputed layer they see only its input.
 """
@@ -39,14 +39,14 @@ class ActivationOffload:
 
     Attributes:
         num_layers: N.
-        copies: as given.
+        copies, least_size: as given.
         sent_bytes: bytes copied to the host in the last forward.
     """
 
     def __init__(self, copies: CopyEngine, num_layers: int, *, least_size: int = MIN_OFFLOAD_BYTES) -> None:
         self.copies = copies
         self.num_layers = num_layers
-        self._least_size = least_size
+        self.least_size = least_size
         self.sent_bytes = 0
 
     def begin_forward(self, num_layers: int, shared: object) -> ForwardPass:
@@ -58,24 +58,20 @@ class ActivationOffload:
         """
         self.sent_bytes = 0
         self.copies.use_current_stream()
-        return ForwardPass(self, self.copies, self.num_layers, num_layers, shared, self._least_size)
+        return ForwardPass(self, num_layers, shared)
 
 
 class ForwardPass:
-    """Offloading of one forward through a stack and its backward: wrap each layer in `layers`, then call
-    `post_forward`.
+    """Offloading of one forward through a stack and its backward: wrap each layer in `offload_saved_tensors`, then call
+    `post_forward`; arguments as of `ActivationOffload.begin_forward`.
     """
 
-    def __init__(
-        self, owner: ActivationOffload, copies: CopyEngine, offloaded: int, layers: int, shared: object, least_size: int
-    ) -> None:
+    def __init__(self, owner: ActivationOffload, num_layers: int, shared: object) -> None:
         self._owner = owner
-        self._copies = copies
-        self._groups: list[dict[_Range, _Stored]] = [{} for _ in range(offloaded)]
-        self._resident = layers - offloaded  # number of layers whose saved tensors are on the device
+        self._groups: list[dict[_Range, _Stored]] = [{} for _ in range(owner.num_layers)]
+        self._resident = num_layers - owner.num_layers  # number of layers whose saved tensors are on the device
         self._prefetch_distance = max(1, self._resident - 1)
         self._shared = {_address(tensor) for tensor in _tensors_in(shared)}
-        self._least_size = least_size
         self._carried: dict[_Range, _Stored] = {}  # output of the last layers, moved to the group of the next ones
         self._num_freed = 0
 
@@ -128,9 +124,9 @@ class ForwardPass:
             key = key.whole
         stored = group.get(key)
         if stored is None:
-            if key.stop - key.start < self._least_size or not self._is_offloadable(tensor, key.address, modules):
+            if key.stop - key.start < self._owner.least_size or not self._is_offloadable(tensor, key.address, modules):
                 return tensor.detach()  # not `tensor`: a reference to the node that saves it would be a cycle
-            stored = group[key] = _Stored(bytes_of(tensor.untyped_storage(), key.start, key.stop), self._copies)
+            stored = group[key] = _Stored(bytes_of(tensor.untyped_storage(), key.start, key.stop), self._owner.copies)
             self._owner.sent_bytes += key.stop - key.start
         offset = int(tensor.storage_offset()) - key.start // tensor.element_size()
         return _Saved(stored, tensor.dtype, tensor.size(), tensor.stride(), offset)
@@ -139,7 +135,7 @@ class ForwardPass:
         # Addresses are not known beforehand: FSDP2 gathers the weights of a layer only when it runs.
         weights = (parameter for module in modules for parameter in module.parameters())
         return (
-            tensor.device == self._copies.device
+            tensor.device == self._owner.copies.device
             and address not in self._shared
             and all(address != _address(weight) for weight in weights)
         )

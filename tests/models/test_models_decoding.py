@@ -161,9 +161,9 @@ def test_slots_are_what_a_window_needs() -> None:
 
 
 def test_slots_beyond_the_positions_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"^`slots` \(42\) must be from 1 to 41"):
+    with pytest.raises(ValueError, match=r"^`max_length` \(42\) must be from 1 to 41"):
         GPTDecoder(gpt(), 1, SLOTS + 2)
-    with pytest.raises(ValueError, match=r"^`rows`"):
+    with pytest.raises(ValueError, match=r"^`batch_size`"):
         T5Decoder(t5({}, {}), 3, 4, 5, rows_per_encoding=2)
 
 
@@ -296,7 +296,7 @@ def test_learned_vectors_stand_in_front_of_texts(positions: str) -> None:
         same(logits, torch.stack([model(texts[row : row + 1])[0, int(starts[row]) - 1 + number] for row in range(2)]))
         logits = decoder.step(texts[torch.arange(2), starts + number])
     if positions != "alibi":
-        with pytest.raises(ValueError, match=r"^`slots` \(16\) must be from 1 to 15"):
+        with pytest.raises(ValueError, match=r"^`max_length` \(16\) must be from 1 to 15"):
             GPTDecoder(model, 2, 16)
 
 

@@ -151,7 +151,7 @@ class Pipeline:
             if stage.last:
                 loss = output[0]
                 continue
-            self._wait_for_sends()
+            self.finish_forwards()
             receiver = (stage.number + 1) % self._ranks.world_size
             for tensor in map(Tensor.contiguous, output):
                 work = dist.isend(tensor, group=self._ranks.group, group_dst=receiver)
@@ -171,9 +171,6 @@ class Pipeline:
 
     def finish_forwards(self) -> None:
         """Wait until everything that `forward` has sent is received."""
-        self._wait_for_sends()
-
-    def _wait_for_sends(self) -> None:
         for work, _ in self._sends:
             work.wait()
         self._sends.clear()
