@@ -6,7 +6,6 @@ rules. No step stops at the first problem.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,6 @@ from .run_config import HydraSettings, Origin, Preset, RunConfig
 from .schema.key_index import defaults_tree
 from .schema.root import family_of
 
-MAX_BYTES = 1 << 20
 _NUM_PROCESSES = ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
 """Variables of torchrun and srun, which may start several processes that each compose the configuration."""
 
@@ -159,22 +157,3 @@ def config_from_document(document: Mapping[str, Any], *, trusted: bool = False, 
     origins = {path: Origin("document", origin) for path, _ in dotted_paths.leaves(tree)}
     draft = Draft(tree, origins, environment.snapshot(), literal=not trusted)
     return draft.finish(())
-
-
-def load_saved_config(path: Path, *, trusted: bool = False) -> RunConfig:
-    """Read and validate a file written by `RunConfig.save`; see `config_from_document`.
-
-    Raises:
-        UserError: the file cannot be read or is not valid.
-    """
-    try:
-        if path.stat().st_size > MAX_BYTES:
-            raise UserError(f"{path}: is larger than {MAX_BYTES // 1024} KiB")
-        document = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{path}: is not JSON: {error}") from None
-    if not isinstance(document, dict):
-        raise UserError(f"{path}: must hold a JSON object")
-    return config_from_document(document, trusted=trusted, origin=str(path))
