@@ -31,12 +31,7 @@ from ..utils.owned_files import check_owned
 from ..utils.text import pluralize
 from .launch_jobs import Launch, RunJob, run_one_by_one
 from .sweep_jobs import LoadJob, job_placement, new_run, print_table
-from .sweep_record import (
-    RECORD_FILE,
-    Sweep,
-    job_label,
-    unwritable_error,
-)
+from .sweep_record import RECORD_FILE, Sweep, job_label, unwritable_error
 
 _SWEEP_KEYS = ("explicit_log_dir", "exp_dir", "version", "use_datetime_version", "resume_if_exists")
 _PER_JOB_KEYS = (

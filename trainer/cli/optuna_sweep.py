@@ -36,14 +36,12 @@ from ..utils.text import pluralize
 from .launch_jobs import SIGNAL_EXIT_CODES, Launch
 from .sweep_jobs import LoadJob, job_placement, new_run, print_table
 from .sweep_record import (
-    RECORD_FILE,
     Sweep,
     SweepRun,
     format_table,
     job_label,
     mark_finished,
     read_metrics,
-    read_rows,
 )
 
 RESULTS_FILE = "optimization_results.yaml"
@@ -147,16 +145,12 @@ class Search:
         config = load(ends[0])
         direction = self._direction(config)
         sweep = open_sweep(ends, load)
-        if (sweep.directory / RECORD_FILE).exists() and not sweep.can_resume:
-            raise UserError(
-                f"{sweep.directory} already holds a sweep; resume it with exp_manager.resume_if_exists=True, or write "
-                f"elsewhere with another {sweep.elsewhere}"
-            )
+        known = {row.get("number"): row for row in sweep.recorded_jobs() or ()}
         study = self._open_study(sweep, direction)
         sweep.runs, sweep.total = [], self._keys.n_trials
         if isinstance(self._keys.sampler, schema.GridSampler):
             sweep.total = min(sweep.total, math.prod(len(parameter.values) for parameter in self._space.values()))
-        stopped = self._run_trials(study, sweep, load, launch, log)
+        stopped = self._run_trials(study, sweep, known, load, launch, log)
         sweep.record()
         if stopped == EXIT_OK:
             return self._report(study, sweep, config)
@@ -238,10 +232,20 @@ class Search:
             }
         return getattr(self._optuna.samplers, type(keys).__name__)(**options)
 
-    def _run_trials(self, study: Any, sweep: Sweep, load: LoadJob, launch: Launch, log: Callable[[str], None]) -> int:
-        """Run trials until there are enough; return the exit code of a signal, or of a sweep that fails too often."""
+    def _run_trials(
+        self,
+        study: Any,
+        sweep: Sweep,
+        known: Mapping[Any, dict[str, Any]],
+        load: LoadJob,
+        launch: Launch,
+        log: Callable[[str], None],
+    ) -> int:
+        """Run trials until there are enough; return the exit code of a signal, or of a sweep that fails too often.
+
+        `known` are the recorded jobs by number.
+        """
         state = self._optuna.trial.TrialState
-        known = {row.get("number"): row for row in read_rows(sweep.directory)}
         pending: list[int] = []
         self._check_same_space(study, sweep)
         for trial in study.get_trials(deepcopy=False):

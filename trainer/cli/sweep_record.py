@@ -88,7 +88,47 @@ class Sweep:
         Raises:
             UserError: the directory cannot be written (exit code 74).
         """
-        write_record(self.directory, self.runs, self.key)
+        jobs = [
+            {
+                "number": run.job.number,
+                "swept": list(map(redact, run.job.swept)),
+                "overrides": list(map(redact, run.job.overrides)),
+                "directory": str(run.directory),
+                "configuration": run.config.digest,
+                "exit_code": run.exit_code,
+                "problem": run.error,
+                "figures": run.metrics,
+            }
+            for run in self.runs
+        ]
+        try:
+            atomic_write(self.directory / RECORD_FILE, (json.dumps({"jobs": jobs}, indent=2) + "\n").encode())
+        except OSError as error:
+            raise unwritable_error(self.directory, error, self.key) from error
+
+    def recorded_jobs(self) -> list[dict[str, Any]] | None:
+        """Read the recorded state of each job; None for a new sweep.
+
+        Raises:
+            UserError: the sweep may not be resumed, or its record cannot be read.
+        """
+        path = self.directory / RECORD_FILE
+        if not path.exists():
+            return None
+        if not self.can_resume:
+            raise UserError(
+                f"{self.directory} already holds a sweep; resume it with exp_manager.resume_if_exists=True, or write "
+                f"elsewhere with another {self.elsewhere}"
+            )
+        try:
+            if path.stat().st_size > _MAX_RECORD_BYTES:
+                raise ValueError("it is too large")
+            known = json.loads(path.read_text(encoding="utf-8"))["jobs"]
+            if not all(isinstance(row["swept"], list) for row in known):
+                raise ValueError("it is not a list of jobs")
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+            raise UserError(f"{path}: cannot be read ({error}); move it away to start a new sweep") from None
+        return known
 
     def resume(self) -> None:
         """Mark the jobs that a record in the directory says are finished.
@@ -96,7 +136,14 @@ class Sweep:
         Raises:
             UserError: the directory holds another sweep, one of other configurations, or one that may not be resumed.
         """
-        known = read_record(self.directory, [run.job for run in self.runs], self.can_resume, self.elsewhere)
+        known = self.recorded_jobs()
+        if known is None:
+            known = [{} for _ in self.runs]
+        elif [row["swept"] for row in known] != [list(map(redact, run.job.swept)) for run in self.runs]:
+            raise UserError(
+                f"{self.directory} holds a sweep of other jobs; repeat its overrides to resume it, or write elsewhere "
+                f"with another {self.elsewhere}"
+            )
         started = [run for run, row in zip(self.runs, known, strict=True) if row.get("exit_code") in _STARTED]
         self.check_same_configurations(started, may_change=_OF_LENGTH_AND_REPORT)
         self.runs = [mark_finished(run, row) for run, row in zip(self.runs, known, strict=True)]
@@ -153,84 +200,11 @@ def unwritable_error(path: object, error: OSError, key: str) -> UserError:
     )
 
 
-def read_record(directory: Path, jobs: Sequence[Job], can_resume: bool, directory_keys: str) -> list[dict[str, Any]]:
-    """Read the recorded state of each job; empty dicts for a new sweep.
-
-    Args:
-        directory_keys: the keys to change for another directory, for messages.
-
-    Raises:
-        UserError: the directory holds another sweep, or one that may not be resumed.
-    """
-    path = directory / RECORD_FILE
-    if not path.exists():
-        return [{} for _ in jobs]
-    if not can_resume:
-        raise UserError(
-            f"{directory} already holds a sweep; resume it with exp_manager.resume_if_exists=True, or write elsewhere "
-            f"with another {directory_keys}"
-        )
-    known = read_rows(directory)
-    if [row["swept"] for row in known] != [list(map(redact, job.swept)) for job in jobs]:
-        raise UserError(
-            f"{directory} holds a sweep of other jobs; repeat its overrides to resume it, or write elsewhere with "
-            f"another {directory_keys}"
-        )
-    return known
-
-
-def read_rows(directory: Path) -> list[dict[str, Any]]:
-    """Read the recorded jobs of a sweep; none if there is no record.
-
-    Raises:
-        UserError: it cannot be read.
-    """
-    path = directory / RECORD_FILE
-    if not path.exists():
-        return []
-    try:
-        if path.stat().st_size > _MAX_RECORD_BYTES:
-            raise ValueError("it is too large")
-        known = json.loads(path.read_text(encoding="utf-8"))["jobs"]
-        if not all(isinstance(row["swept"], list) for row in known):
-            raise ValueError("it is not a list of jobs")
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise UserError(f"{path}: cannot be read ({error}); move it away to start a new sweep") from None
-    return known
-
-
 def mark_finished(run: SweepRun, recorded: dict[str, Any]) -> SweepRun:
     """Mark a job as done if it was already finished with the same configuration."""
     if recorded.get("exit_code") == EXIT_OK and recorded.get("configuration") == run.config.digest:
         return replace(run, exit_code=EXIT_OK, metrics=read_metrics(run))
     return run
-
-
-def write_record(directory: Path, runs: Sequence[SweepRun], key: str) -> None:
-    """Write the state of each job; `key` sets the directory.
-
-    Raises:
-        UserError: the directory cannot be written (exit code 74).
-    """
-    document = {
-        "jobs": [
-            {
-                "number": run.job.number,
-                "swept": list(map(redact, run.job.swept)),
-                "overrides": list(map(redact, run.job.overrides)),
-                "directory": str(run.directory),
-                "configuration": run.config.digest,
-                "exit_code": run.exit_code,
-                "problem": run.error,
-                "figures": run.metrics,
-            }
-            for run in runs
-        ]
-    }
-    try:
-        atomic_write(directory / RECORD_FILE, (json.dumps(document, indent=2) + "\n").encode())
-    except OSError as error:
-        raise unwritable_error(directory, error, key) from error
 
 
 def _monitor(run: SweepRun) -> str:
