@@ -184,7 +184,7 @@ def test_a_template_stops_though_nobody_waits() -> None:
 
 def test_a_renderer_leaves_no_process_behind() -> None:
     with ChatTemplate(SMOL).start_renderer() as renderer:
-        process = renderer._process
+        process = renderer._process.process
         assert process.poll() is None
     assert process.poll() is not None
 

@@ -136,13 +136,13 @@ def test_a_tokenizer_of_unknown_cost_makes_the_same_tokens() -> None:
     for thread in threads:
         thread.join()
     assert found == [encoding.ids] * 4
-    process = ours._isolated._process
-    assert process is not None
-    ours._isolated._owner = os.getppid()  # as in a fork, which must leave its parent's process alone
+    isolated = ours._isolated._process
+    assert isolated is not None
+    isolated._owner = os.getppid()  # as in a fork, which must leave its parent's process alone
     assert ours.encode(TEXT).tolist() == encoding.ids
-    assert process.poll() is None
-    process.kill()
-    process.wait()
+    assert ours._isolated._process is not isolated
+    assert isolated.process.poll() is None
+    isolated.close()
 
 
 def test_a_text_that_takes_too_long(monkeypatch: pytest.MonkeyPatch) -> None:

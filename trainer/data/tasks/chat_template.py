@@ -6,21 +6,17 @@ The template is part of the tokenizer, and so saved with every checkpoint.
 
 from __future__ import annotations
 
-import importlib.util
-import json
-import subprocess
-import sys
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 from ...utils.errors import UserError
+from ..isolated_process import IsolatedProcess, import_path
 
 MAX_TEMPLATE_BYTES = 1 << 20
 RENDER_TIMEOUT = 10.0
-"""Timeout for `_AT_ONCE` conversations, which normally take a few milliseconds."""
+"""Timeout for `_BATCH_SIZE` conversations, which normally take a few milliseconds."""
 _BATCH_SIZE = 64
 TOKEN_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token")
 Message = Mapping[str, Any]
@@ -107,12 +103,12 @@ class ChatRenderError(UserError):
     """A template fails on a conversation.
 
     Attributes:
-        number: index of the conversation in the batch, from 0.
+        index: of the conversation in the batch, from 0.
     """
 
-    def __init__(self, line: str, number: int) -> None:
+    def __init__(self, line: str, index: int) -> None:
         super().__init__(line)
-        self.index = number
+        self.index = index
 
 
 class RendererProcess:
@@ -123,34 +119,22 @@ class RendererProcess:
     """
 
     def __init__(self, template: ChatTemplate) -> None:
-        import_paths = {_package_root(name) for name in ("jinja2", "markupsafe")}
-        self._process = subprocess.Popen(
-            [sys.executable, "-I", str(Path(__file__).with_name("chat_template_process.py")), *sorted(import_paths)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            encoding="utf-8",
-        )
+        try:
+            paths = sorted({import_path(name) for name in ("jinja2", "markupsafe")})
+        except ModuleNotFoundError as error:
+            raise UserError(f"chat templates need the `{error.name}` package: pip install jinja2") from None
+        self._process = IsolatedProcess(Path(__file__).with_name("chat_template_process.py"), paths)
         try:
             self._request({"template": template.source, "tokens": dict(template.tokens)})
         except BaseException:
-            self.close()
+            self._process.close()
             raise
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Kill the process."""
-        self._process.kill()
-        self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout):
-            if pipe is not None:
-                pipe.close()
+        self._process.close()
 
     def render_prompt(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> str:
         """Render messages, followed by the generation prompt of the assistant.
@@ -165,13 +149,13 @@ class RendererProcess:
         """Render a conversation and find the spans written by the assistant.
 
         Raises:
-            UserError: as `prompt`; or the template renders earlier messages differently because of later ones.
+            UserError: as `render_prompt`; or the template renders earlier messages differently because of later ones.
         """
         (rendered,) = self.render_all([chat])
         return rendered
 
     def render_all(self, chats: Sequence[Chat]) -> Iterator[RenderedChat]:
-        """Render many conversations, see `conversation`.
+        """Render many conversations, see `render`.
 
         Raises:
             ChatRenderError: the template fails on one of them.
@@ -190,25 +174,13 @@ class RendererProcess:
         return self._request({"chats": conversations, "add_generation_prompt": add_generation_prompt})["texts"]
 
     def _request(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        process = self._process
-        assert process.stdin is not None
-        assert process.stdout is not None
-        timer = threading.Timer(RENDER_TIMEOUT, process.kill)
-        timer.start()
-        try:
-            process.stdin.write(json.dumps(request) + "\n")
-            process.stdin.flush()
-            line = process.stdout.readline()
-        except OSError:  # the process ended before reading the whole request
-            line = ""
-        finally:
-            timer.cancel()
-        if not line:
+        found = self._process.request(request, seconds=RENDER_TIMEOUT)
+        if found is None:
             raise UserError(
                 f"the chat template was stopped: it exceeded the limit of {RENDER_TIMEOUT:g} seconds, or the "
                 "memory limit"
             )
-        answer = json.loads(line)
+        answer = found[0]
         if "error" in answer:
             reason = f"the chat template cannot be used: {answer['error']}"
             raise UserError(reason) if "number" not in answer else ChatRenderError(reason, answer["number"])
@@ -222,10 +194,3 @@ def default_template(eos_token: str) -> ChatTemplate:
         eos_token: the text of its EOS token.
     """
     return ChatTemplate(_DEFAULT, {"eos_token": eos_token})
-
-
-def _package_root(package: str) -> str:
-    found = importlib.util.find_spec(package)
-    if found is None or found.origin is None:
-        raise UserError(f"chat templates need the `{package}` package: pip install jinja2")
-    return str(Path(found.origin).parent.parent)

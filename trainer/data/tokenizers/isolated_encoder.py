@@ -2,13 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
-import json
-import os
-import subprocess
-import sys
 import threading
-import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from ..isolated_process import IsolatedProcess, import_path
 from .encoder_process import BYTES_PER_SECOND
 
 MAX_MEMORY = 1 << 30
@@ -49,8 +44,7 @@ class IsolatedEncoder:
     def __init__(self, definition: str, field: str) -> None:
         self._definition = definition
         self._field = field
-        self._process: subprocess.Popen[bytes] | None = None
-        self._owner = 0
+        self._process: IsolatedProcess | None = None
         self._lock = threading.Lock()
 
     def check(self) -> None:
@@ -66,8 +60,11 @@ class IsolatedEncoder:
         """
         encoded = [text.encode() for text in texts]
         with self._lock:
-            if self._process is None or self._owner != os.getpid():
-                self._start()
+            if self._process is None or not self._process.is_own:
+                arguments = [str(MAX_MEMORY), import_path("tokenizers")]
+                self._process = IsolatedProcess(Path(__file__).with_name("encoder_process.py"), arguments)
+                definition = self._definition.encode()
+                self._request({"size": len(definition)}, definition)
             header = {"sizes": list(map(len, encoded)), "special": special, "offsets": offsets}
             answer, data = self._request(header, b"".join(encoded))
         ends = np.cumsum([0, *answer["counts"]])
@@ -77,60 +74,16 @@ class IsolatedEncoder:
         spans = list(zip(ends[:-1].tolist(), ends[1:].tolist(), strict=True))
         return [EncodedText(ids[begin:end], places[begin:end]) for begin, end in spans]
 
-    def _start(self) -> None:
-        found = importlib.util.find_spec("tokenizers")
-        assert found is not None
-        assert found.origin is not None
-        script = Path(__file__).with_name("encoder_process.py")
-        self._process = subprocess.Popen(
-            [sys.executable, "-I", str(script), str(MAX_MEMORY), str(Path(found.origin).parent.parent)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-        )
-        self._owner = os.getpid()
-        weakref.finalize(self, _end, self._process, self._owner)
-        definition = self._definition.encode()
-        self._request({"size": len(definition)}, definition)
-
     def _request(self, header: dict[str, Any], data: bytes) -> tuple[dict[str, Any], bytes]:
-        process = self._process
-        assert process is not None
-        assert process.stdin is not None
-        assert process.stdout is not None
+        assert self._process is not None
         seconds = ENCODE_TIMEOUT + len(data) / BYTES_PER_SECOND
-        timer = threading.Timer(seconds, process.kill)
-        timer.start()
-        answer, found = b"", b""
-        try:
-            process.stdin.write(json.dumps(header).encode() + b"\n" + data)
-            process.stdin.flush()
-            answer = process.stdout.readline()
-            found = process.stdout.read(json.loads(answer)["size"])
-        except (OSError, ValueError):  # the process ended before it had read or answered the request
-            answer = b""
-        finally:
-            timer.cancel()
-        document = json.loads(answer) if answer else {"error": "", "size": 0}
-        if "error" not in document and len(found) == document["size"]:
-            return document, found
+        answer = self._process.request(header, data, seconds=seconds)
+        if answer is not None and "error" not in answer[0]:
+            return answer
+        self._process.close()
         self._process = None
-        _end(process, self._owner)
         fix = f"simplify its `{self._field}`, or use another tokenizer"
-        if document.get("error"):
-            raise ValueError(f"the tokenizers library rejects it: {document['error'][:120]}; {fix}")
+        if answer is not None:
+            raise ValueError(f"the tokenizers library rejects it: {answer[0]['error'][:120]}; {fix}")
         limits = f"the limits of {seconds:.0f} seconds and {MAX_MEMORY >> 20:,} MiB of memory"
         raise ValueError(f"it was stopped: it exceeded {limits}; {fix}")
-
-
-def _end(process: subprocess.Popen[bytes], owner: int) -> None:
-    """End a process, unless this one is a fork of its parent."""
-    for pipe in (process.stdin, process.stdout):
-        if pipe is not None and not pipe.closed:
-            try:
-                pipe.close()
-            except OSError:  # a broken pipe, with data left to write
-                continue
-    if owner == os.getpid():
-        process.kill()
-        process.wait()
