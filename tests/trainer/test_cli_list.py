@@ -61,9 +61,12 @@ def test_own_files_are_listed_and_hide_packaged_ones(capsys, tmp_path, monkeypat
     (tmp_path / "conf" / "model").mkdir(parents=True)
     (tmp_path / "conf" / "model" / "mine.yaml").write_text("# Of my own. And more\nfamily: gpt\n")
     (tmp_path / "conf" / "model" / "gpt_tiny.yaml").write_text("family: gpt\n")
+    (tmp_path / "other" / "model").mkdir(parents=True)
+    (tmp_path / "other" / "model" / "theirs.yaml").write_text("# Of the group\nfamily: gpt\n")
+    monkeypatch.setenv("STOKER_CONF", str(tmp_path / "other"))
     rows = {row["name"]: row["purpose"] for row in listed(capsys, "models")}
     assert rows["mine"] == "Of my own"
-    assert rows["gpt_tiny"] == ""
+    assert (rows["gpt_tiny"], rows["theirs"]) == ("", "Of the group")
     assert "llama_1b" in rows
 
 

@@ -88,11 +88,7 @@ def sweep(
         typed = [*of_hydra, *job.overrides]
         return load(config_name, config_dir, typed, config_path=config_path, context=in_job)
 
-    composer = Composer(config_dir, environment.config_folders(environment.snapshot()), config_path=config_path)
-
-    def options(group: str) -> Sequence[str]:
-        return composer.options(group) if composer.is_group(group) else ()
-
+    options = Composer(config_dir, config_path=config_path).options
     launch = _launcher(settings, run_job, log, imports)
     if isinstance(settings.sweeper, OptunaSweeper):
         from .optuna_sweep import Search

@@ -29,7 +29,6 @@ from ..config.schema.key_index import defaults_tree
 from ..config.schema.root import family_of
 from ..config.sweep_overrides import first_values
 from ..config.yaml_reader import SWEPT_DOT
-from ..utils import environment
 from ..utils.errors import EXIT_OK, UserError
 from ..utils.redaction import is_secret, redact, redact_value
 
@@ -50,14 +49,10 @@ def show_composition(args: argparse.Namespace) -> int:
         UserError: a file, choice or key does not exist, or `--resolve` cannot resolve a value.
     """
     name = args.config_name or ("finetune" if args.finetune else "train")
-    composer = Composer(
-        args.config_dir, environment.config_folders(environment.snapshot()), config_path=args.config_path
-    )
+    composer = Composer(args.config_dir, config_path=args.config_path)
     context, overrides = RunContext(), args.overrides
     if getattr(args, "multirun", False):
-        overrides, swept = first_values(
-            overrides, lambda group: composer.options(group) if composer.is_group(group) else ()
-        )
+        overrides, swept = first_values(overrides, composer.options)
         context = RunContext(is_multirun=True, job_number=0 if swept else None, swept=tuple(swept))
         if swept:
             print(f"note: as in the first job, with {' '.join(map(redact, swept))}", file=sys.stderr, flush=True)

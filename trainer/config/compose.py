@@ -24,6 +24,7 @@ from hydra.plugins.config_source import ConfigResult, ConfigSource
 from omegaconf import OmegaConf
 
 from ...models.config.key_block import Finding
+from ..utils import environment
 from ..utils.errors import UserError
 from . import yaml_reader
 from .dotted_paths import Tree, get, join, merged, parents_of, put
@@ -151,19 +152,23 @@ class Composer:
 
     Args:
         config_dir: the user's folder, searched first.
-        extra: further folders, searched after `./conf` and before the packaged files.
+        environ: the environment, whose `STOKER_CONF` names folders that are searched after `./conf` and before the
+            packaged files; None: that of this process.
         config_path: folder of the primary file, searched before all others and in place of `./conf`.
 
     Raises:
         UserError: `config_dir` or `config_path` is not a folder.
     """
 
-    def __init__(self, config_dir: Path | None, extra: Sequence[Path] = (), *, config_path: Path | None = None) -> None:
+    def __init__(
+        self, config_dir: Path | None, environ: Mapping[str, str] | None = None, *, config_path: Path | None = None
+    ) -> None:
         for option, folder in (("--config-path", config_path), ("--config-dir", config_dir)):
             if folder is not None and not folder.is_dir():
                 raise UserError(f"{option} {folder}: there is no such folder")
         own = [folder for folder in (config_path, config_dir) if folder is not None]
-        candidates = [*own, *([] if config_path else [Path("conf")]), *extra, PACKAGED_CONF]
+        folders = environment.config_folders(environment.snapshot() if environ is None else environ)
+        candidates = [*own, *([] if config_path else [Path("conf")]), *folders, PACKAGED_CONF]
         directories: list[Path] = []
         for candidate in candidates:
             if candidate.is_dir() and not any(candidate.samefile(known) for known in directories):
@@ -177,7 +182,7 @@ class Composer:
         return bool(name) and self._repository.group_exists(name)
 
     def options(self, group: str) -> list[str]:
-        """Return the options of a group; with an empty name, the primary files."""
+        """Return the options of a group, none of what is no group; with an empty name, the primary files."""
         return self._repository.get_group_options(group)
 
     def compose(self, config_name: str, choices: Sequence[Override]) -> Composition:

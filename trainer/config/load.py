@@ -94,7 +94,7 @@ def compose_draft(
         Path.cwd()
     except OSError:
         raise UserError("the current directory no longer exists; change to one that does") from None
-    composer = Composer(config_dir, environment.config_folders(environ), config_path=config_path)
+    composer = Composer(config_dir, environ, config_path=config_path)
     parsed = parse_overrides(overrides, composer.is_group)
     composition = composer.compose(config_name, parsed.group_choices)
     edits, stray = move_stage_to_root(composition, config_name, parsed.value_overrides)
