@@ -38,8 +38,8 @@ from .sweep_jobs import LoadJob, job_placement, new_run, print_table
 from .sweep_record import (
     Sweep,
     SweepRun,
-    format_table,
     job_label,
+    job_table,
     mark_finished,
     read_metrics,
 )
@@ -322,7 +322,7 @@ class Search:
 
     def _report(self, study: Any, sweep: Sweep, config: RunConfig) -> int:
         """Print the table and the best job, and write them as Hydra's sweeper does."""
-        lines = ["", *format_table(sweep.runs, sweep.directory)]
+        lines = ["", *job_table(sweep.runs, sweep.directory)]
         try:
             best = study.best_trial
         except ValueError:

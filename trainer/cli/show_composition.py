@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
-import re
 import sys
-from collections.abc import Iterable, Sequence
 from typing import Any
 
 from omegaconf import OmegaConf
@@ -20,7 +18,7 @@ from ..config import dotted_paths
 from ..config.compose import Composer, display_path
 from ..config.draft import Draft
 from ..config.hydra_node import RunContext
-from ..config.interpolation import InterpolationError, has_interpolation
+from ..config.interpolation import ENVIRONMENT_NAME, InterpolationError, has_interpolation
 from ..config.load import compose_draft
 from ..config.nemo.key_states import is_known_key, suggest_keys
 from ..config.overrides import parse_overrides
@@ -31,8 +29,8 @@ from ..config.sweep_overrides import first_values
 from ..config.yaml_reader import SWEPT_DOT
 from ..utils.errors import EXIT_OK, UserError
 from ..utils.redaction import is_secret, redact, redact_value
+from ..utils.text import format_table
 
-_VARIABLE = re.compile(r"oc\.env:\s*(\w+)")
 _PLUGINS = {
     "hydra/sweeper=basic": "",
     "hydra/sweeper=optuna": "optuna",
@@ -65,12 +63,14 @@ def show_composition(args: argparse.Namespace) -> int:
         found = composer.defaults_list(name, choices)
         parts = {
             "searchpath": lambda: map(display_path, composer.directories),
-            "defaults": lambda: _table(
-                ("file", "package", "from"),
+            "defaults": lambda: format_table(
                 [
-                    (path, package or "_global_", display_path(composer.source_of(path)))
-                    for path, package in found.files
-                ],
+                    ("file", "package", "from"),
+                    *(
+                        (path, package or "_global_", display_path(composer.source_of(path)))
+                        for path, package in found.files
+                    ),
+                ]
             ),
             "defaults-tree": lambda: [f"{'  ' * depth}{path}" for depth, path in found.tree],
             "plugins": _plugins,
@@ -113,7 +113,7 @@ def _composed(draft: Draft, part: str, package: str | None, resolve: bool) -> st
         if resolve and has_interpolation(raw):
             try:
                 found = resolver.resolve(path)
-                variables = _VARIABLE.findall(str(resolver.expand(path, _no))) if found.from_environment else []
+                variables = ENVIRONMENT_NAME.findall(str(resolver.expand(path, _no))) if found.from_environment else []
                 value = raw if any(map(is_secret, variables)) else found.value
             except InterpolationError as error:
                 problems.append(Problem(path, str(raw), draft.origin_text(path), f"it {error}"))
@@ -156,10 +156,4 @@ def _plugins() -> list[str]:
             state = f"{package} is not installed"
         rows.append((choice, state))
     rows += [(f"{kind} {name}", extension_source(kind, name)) for kind in KINDS for name in extension_names(kind)]
-    return _table(("plugin", "provided by"), rows)
-
-
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    table = [head, *rows]
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table]
+    return format_table([("plugin", "provided by"), *rows])

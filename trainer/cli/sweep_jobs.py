@@ -16,7 +16,7 @@ from ..distributed.placement import Placement, resolve_placement
 from ..utils.errors import UserError
 from ..utils.redaction import redact_arguments
 from ..utils.text import pluralize
-from .sweep_record import Sweep, SweepRun, format_table
+from .sweep_record import Sweep, SweepRun, job_table
 
 LoadJob = Callable[[Job], RunConfig]
 """Compose and validate the configuration of a job; raises UserError."""
@@ -46,7 +46,7 @@ def job_placement(config: RunConfig, environ: Any) -> Placement:
 
 def print_table(sweep: Sweep, *, stopped: bool) -> None:
     """Print the jobs of a sweep; of one that a signal stopped also the command line that resumes it."""
-    lines = [*format_table(sweep.runs, sweep.directory), f"{pluralize(len(sweep.runs), 'job')} in {sweep.directory}"]
+    lines = [*job_table(sweep.runs, sweep.directory), f"{pluralize(len(sweep.runs), 'job')} in {sweep.directory}"]
     if stopped:
         lines.append(f"to resume: {_resume_command(sweep)}")
     print("\n".join(["", *lines]), flush=True)

@@ -18,7 +18,7 @@ from ..distributed.placement import Placement
 from ..utils.durable_files import atomic_write
 from ..utils.errors import EXIT_INTERRUPTED, EXIT_IO, EXIT_OK, EXIT_TERMINATED, UserError
 from ..utils.redaction import redact, redact_value
-from ..utils.text import truncate_lines
+from ..utils.text import format_table, truncate_lines
 
 RECORD_FILE = "multirun.json"
 """File in the sweep directory with jobs, overrides, directories and exit codes."""
@@ -240,8 +240,8 @@ def read_metrics(run: SweepRun) -> dict[str, Any] | None:
     }
 
 
-def format_table(runs: Sequence[SweepRun], directory: Path) -> list[str]:
-    """Format a table with a line per job.
+def job_table(runs: Sequence[SweepRun], directory: Path) -> list[str]:
+    """Return the lines of a table of jobs.
 
     Only comparable values are shown: if a job has its monitored metric, the training loss that replaces it in a job
     that ended before measuring it is left out.
@@ -265,5 +265,4 @@ def format_table(runs: Sequence[SweepRun], directory: Path) -> list[str]:
                 job_label(run.job),
             ]
         )
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return format_table(rows)

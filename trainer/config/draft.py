@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -17,7 +16,7 @@ from ..utils.text import truncate_lines
 from . import dotted_paths, expand_t5, infer_family, validate
 from .dotted_paths import MISSING, Tree
 from .hydra_node import HydraNode, missing_value
-from .interpolation import InterpolationError, MissingKeyError, Resolver, has_interpolation
+from .interpolation import ENVIRONMENT_NAME, InterpolationError, MissingKeyError, Resolver, has_interpolation
 from .missing_values import fill_missing, missing_value_problems
 from .nemo import launcher_files, nemo_spellings
 from .nemo.key_states import OWN_VALUES, KeyStates, Verdict, is_known_key, suggest_keys
@@ -49,7 +48,6 @@ _OTHER_PROGRAMS = (
 """Keys of files of other programs of NeMo: key or block, program, and what to use instead."""
 _TRAINING_BLOCKS = ("model.optim", "model.data.train_ds")
 """Blocks that only a file of training has."""
-_ENVIRONMENT_NAME = re.compile(r"oc\.env:\s*(\w+)")
 _SCHED = "model.optim.sched"
 _STEPS_OR_RATIO = {
     f"{_SCHED}.{part}_{one}": f"{_SCHED}.{part}_{other}"
@@ -428,7 +426,7 @@ class Draft:
     def _resolved_unless_secret(self, path: str, reference: str) -> str:
         """Return a value from the environment as text; the reference if path, variable or value is a secret."""
         text = format_value(dotted_paths.get(self._resolved, path))
-        variables = _ENVIRONMENT_NAME.findall(reference)
+        variables = ENVIRONMENT_NAME.findall(reference)
         hidden = [value for name, value in self.variables.items() if is_secret(name) and value and value in text]
         if hidden or any(map(is_secret, (path, *variables))) or redact_value(path, text) != text:
             return reference

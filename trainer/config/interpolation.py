@@ -27,6 +27,7 @@ _ARGUMENT_END = ",}"
 _RESOLVER = re.compile(r"\s*([A-Za-z_][A-Za-z0-9_.]*)\s*:")
 _FIXED = re.compile(r"(?<!\\)\$\{\s*(?:now|hydra)\s*:[^${}]*\}")
 """A value that is evaluated once, also in text that is saved with its references to the environment."""
+ENVIRONMENT_NAME = re.compile(r"oc\.env:\s*(\w+)")
 _REFERENCE = re.compile(r"(?<!\\)\$\{\s*(\.*[A-Za-z_][\w.\[\]]*)\s*\}")
 
 

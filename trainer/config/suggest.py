@@ -61,8 +61,8 @@ def _normalized(word: str) -> str:
 
 
 @lru_cache(maxsize=4096)
-def nearest_keys(path: str, known: tuple[tuple[str, bool], ...], count: int = 3) -> tuple[str, ...]:
-    """Return at most `count` of the `known` keys, (path, acts), that `path` may have meant: best first."""
+def nearest_keys(path: str, known: tuple[tuple[str, bool], ...]) -> tuple[str, ...]:
+    """Return at most three of the `known` keys, (path, acts), that `path` may have meant: best first."""
     parent, _, name = path.rpartition(".")
     acting = dict(known)
     scored: dict[str, float] = {}
@@ -90,7 +90,7 @@ def nearest_keys(path: str, known: tuple[tuple[str, bool], ...], count: int = 3)
     if not scored:
         scored = dict.fromkeys(_sharing_words(name, tuple(acting)), 9.0)
     ranked = sorted(scored, key=lambda key: (scored[key], -_common_names(path, key), len(key), key))
-    return tuple(ranked[:count])
+    return tuple(ranked[:3])
 
 
 def _foreign_match(name: str, parent: str, known: dict[str, bool]) -> str | None:

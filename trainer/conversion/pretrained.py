@@ -124,9 +124,9 @@ def find_pretrained(path: Path, key: str = RESTORE_KEY, *, verify: bool = True) 
     return PretrainedWeights(checkpoint.path, checkpoint, tuple(complaints))
 
 
-def find_configured_pretrained(path: str | None, key: str = RESTORE_KEY) -> PretrainedWeights | None:
-    """Apply `find_pretrained` to a path of the configuration; None for None."""
-    return None if path is None else find_pretrained(user_path(path, key), key)
+def find_configured_pretrained(path: str | None) -> PretrainedWeights | None:
+    """Apply `find_pretrained` to `model.restore_from_path`; None for None."""
+    return None if path is None else find_pretrained(user_path(path, RESTORE_KEY))
 
 
 def weights_digest(base: PretrainedWeights) -> str:

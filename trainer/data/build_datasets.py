@@ -77,11 +77,6 @@ class Data:
     examples: Mapping[Split, Sequence[Examples]] | None = None
     has_predefined_splits: bool = False
 
-    @property
-    def validation_bytes(self) -> int:
-        """UTF-8 bytes of the validation text; 0 without text."""
-        return len(self.corpus.text("validation")) if self.corpus else 0
-
     def split(self, name: Split) -> AnySamples | None:
         """Return the samples of a split by name."""
         return {"train": self.train, "validation": self.validation, "test": self.test}[name]

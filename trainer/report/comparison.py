@@ -14,7 +14,7 @@ from ..config.schema.key_index import format_value, schema_keys
 from ..utils.errors import UserError
 from ..utils.owned_files import read_owned_text
 from ..utils.redaction import redact_value
-from ..utils.text import format_duration
+from ..utils.text import format_duration, format_table
 from .charts import Chart, Series, drawn_charts
 from .curves import Curve, number
 from .run_data import RunData, is_run_directory, read_run
@@ -51,10 +51,7 @@ class Comparison:
 
     def lines(self) -> Iterator[str]:
         """Yield the comparison as text: the results, and a line for each key that differs."""
-        rows = [self.header, *self.results]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        for row in rows:
-            yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        yield from format_table([self.header, *self.results])
         yield ""
         if not self.differences:
             yield "the configurations do not differ"

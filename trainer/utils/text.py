@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 def pluralize(count: float, singular: str, plural: str = "") -> str:
@@ -21,6 +21,12 @@ def truncate_lines(lines: Iterable[str], limit: int, *, more: str = "and {:,} mo
     shown = list(lines)
     rest = [more.format(len(shown) - limit)] if len(shown) > limit else []
     return [f"{indent}{line}" for line in (*shown[:limit], *rest)]
+
+
+def format_table(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return rows of cells as lines with aligned columns."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
 def format_duration(seconds: float) -> str:
