@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from ..utils.errors import UserError
 
@@ -277,23 +277,5 @@ ScheduleName = Literal[
     "PolynomialDecayAnnealing",
     "PolynomialHoldDecayAnnealing",
 ]
-SCHEDULES: Mapping[str, type[Any]] = {
-    kind.__name__: kind
-    for kind in (
-        CosineAnnealing,
-        WarmupAnnealing,
-        WarmupPolicy,
-        WarmupHoldPolicy,
-        WarmupHoldAnnealLinear,
-        WarmupHoldAnnealOneMinusSquareRoot,
-        InverseSquareRootAnnealing,
-        T5InverseSquareRootAnnealing,
-        NoamAnnealing,
-        NoamHoldAnnealing,
-        SquareAnnealing,
-        SquareRootAnnealing,
-        PolynomialDecayAnnealing,
-        PolynomialHoldDecayAnnealing,
-    )
-}
+SCHEDULES: Mapping[str, type[Any]] = {name: globals()[name] for name in get_args(ScheduleName)}
 """Schedules by `model.optim.sched.name`."""

@@ -17,7 +17,7 @@ from ..data.tasks.chat_files import CHAT_TEMPLATE_FILE, load_chat_template, spec
 from ..data.tasks.sentinels import USUAL_MASK_TOKENS
 from ..data.tasks.task_samples import tokenizer_for_task
 from ..data.tokenizers.tokenizer import ByteTokenizer, Tokenizer
-from ..data.tokenizers.tokenizer_config import TOKENIZER_CONFIG_FILE
+from ..data.tokenizers.tokenizer_config import TOKENIZER_CONFIG_FILE, configured_tokens
 from ..data.tokenizers.tokenizer_files import MERGES_FILE, TOKENIZER_JSON, VOCAB_FILE, tokenizer_from_config
 from ..data.tokenizers.tokenizer_json import tokens_by_id
 from ..data.tokenizers.vocabulary import configured_tokenizer
@@ -97,9 +97,8 @@ def find_tokenizer(folder: Path, family: Family, vocab_size: Any) -> TokenizerFo
 
 def _named_mask(found: TokenizerFolder, folder: Path) -> str | None:
     """Return the mask token if the folder's tokenizer_config.json gives an unusual one."""
-    token = (read_object(folder, TOKENIZER_CONFIG_FILE) or {}).get("mask_token")
-    token = token.get("content") if isinstance(token, dict) else token
-    if not isinstance(token, str) or token in USUAL_MASK_TOKENS:
+    token = configured_tokens(read_object(folder, TOKENIZER_CONFIG_FILE) or {}, ["mask_token"]).get("mask_token")
+    if token is None or token in USUAL_MASK_TOKENS:
         return None
     tokenizer = tokenizer_from_config(TokenizerBlock.model_validate(found.keys_for(folder)))
     return None if tokenizer.token_id(token) is None else token
@@ -121,13 +120,11 @@ def special_ids(settings: Mapping[str, Any], tokenizer: Tokenizer) -> dict[str, 
     Args:
         settings: content of tokenizer_config.json, empty without one.
     """
-    ids: dict[str, int | None] = {}
-    for kind, known in (("bos", None), ("eos", tokenizer.eos_id), ("pad", tokenizer.pad_id)):
-        token = settings.get(f"{kind}_token")
-        token = token.get("content") if isinstance(token, dict) else token
-        named = tokenizer.token_id(token) if isinstance(token, str) else None
-        ids[f"{kind}_token_id"] = known if named is None else named
-    return ids
+    ids = {"bos_token": None, "eos_token": tokenizer.eos_id, "pad_token": tokenizer.pad_id}
+    for name, token in configured_tokens(settings, ids).items():
+        named = tokenizer.token_id(token)
+        ids[name] = ids[name] if named is None else named
+    return {f"{name}_id": id_ for name, id_ in ids.items()}
 
 
 def build_tokenizer(spec: DataSpec) -> Tokenizer:
@@ -140,7 +137,7 @@ def build_tokenizer(spec: DataSpec) -> Tokenizer:
 
 
 def tokenizer_for_vocabulary(spec: DataSpec, vocab_size: int) -> Tokenizer:
-    """Return `build_tokenizer` a configuration, checked against the model's vocabulary size.
+    """Return the same as `build_tokenizer`, checked against the model's vocabulary size.
 
     Raises:
         UserError: its files cannot be read, or it has more tokens than the model, alone or with those its task adds.
@@ -151,7 +148,7 @@ def tokenizer_for_vocabulary(spec: DataSpec, vocab_size: int) -> Tokenizer:
             f"the tokenizer has {alone.vocab_size:,} tokens, but `vocab_size` is {vocab_size:,}: it belongs to another "
             "model"
         )
-    tokenizer = build_tokenizer(spec)
+    tokenizer = tokenizer_for_task(spec, alone)
     if tokenizer.vocab_size <= vocab_size:
         return tokenizer
     if spec.family == "bert":
