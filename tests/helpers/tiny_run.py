@@ -76,6 +76,13 @@ def tiny_document(directory: Path, **changes: Any) -> dict[str, Any]:
     return document
 
 
+def write_tiny_sweep(folder: Path, **changes: Any) -> None:
+    """Write `tiny_document` as `conf/tiny.yaml`, for a sweep that chooses the run directories."""
+    changes |= {"exp_manager__explicit_log_dir": None, "exp_manager__resume_if_exists": False}
+    (folder / "conf").mkdir()
+    (folder / "conf" / "tiny.yaml").write_text(json.dumps(tiny_document(folder, **changes)))
+
+
 def tiny_config(directory: Path, **changes: Any) -> RunConfig:
     """Return the validated configuration of `tiny_document`."""
     document = tiny_document(directory, **changes)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from tiers import extra, full_only, looped
-from tiny_run import tiny_document
+from tiny_run import write_tiny_sweep
 
 from stoker.trainer.cli import multirun
 from stoker.trainer.config.sweep_overrides import Job, expand_jobs
@@ -87,10 +87,7 @@ def test_what_cannot_be_counted_out_is_refused_all_at_once():
 def here(tmp_path, monkeypatch):
     """A folder with a tiny configuration, the current one."""
     monkeypatch.chdir(tmp_path)
-    document = tiny_document(tmp_path, exp_manager__explicit_log_dir=None, exp_manager__resume_if_exists=False)
-    document["exp_manager"]["version"] = "v"
-    (tmp_path / "conf").mkdir()
-    (tmp_path / "conf" / "tiny.yaml").write_text(json.dumps(document))
+    write_tiny_sweep(tmp_path, exp_manager__version="v")
     return tmp_path
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 from tiers import extra, looped
-from tiny_run import tiny_document
+from tiny_run import write_tiny_sweep
 
 from stoker.trainer.cli import multirun
 from stoker.trainer.cli.optuna_sweep import RESULTS_FILE, Parameter, Search
@@ -24,10 +24,7 @@ LR = "model.optim.lr=interval(0.1,1.0)"
 def here(tmp_path, monkeypatch):
     """A folder with a tiny configuration, the current one."""
     monkeypatch.chdir(tmp_path)
-    document = tiny_document(tmp_path, exp_manager__explicit_log_dir=None, exp_manager__resume_if_exists=False)
-    document["exp_manager"]["version"] = "v"
-    (tmp_path / "conf").mkdir()
-    (tmp_path / "conf" / "tiny.yaml").write_text(json.dumps(document))
+    write_tiny_sweep(tmp_path, exp_manager__version="v")
     return tmp_path
 
 
@@ -211,9 +208,7 @@ def test_a_search_goes_on_as_the_same_one_only(here):
 )
 def test_what_cannot_be_searched_is_refused(words, says, tmp_path_factory, monkeypatch):
     folder = tmp_path_factory.mktemp("refused")
-    document = tiny_document(folder, exp_manager__explicit_log_dir=None, exp_manager__resume_if_exists=False)
-    (folder / "conf").mkdir()
-    (folder / "conf" / "tiny.yaml").write_text(json.dumps(document))
+    write_tiny_sweep(folder)
     monkeypatch.chdir(folder)
     jobs = Jobs()
     with pytest.raises(UserError, match=says):

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tiny_run import tiny_config, tiny_document
+from tiny_run import tiny_config, tiny_document, write_tiny_sweep
 
 from stoker.trainer.cli import job_entry, multirun, submitit_jobs
 from stoker.trainer.cli.submitit_jobs import SubmititJobs
@@ -39,9 +39,7 @@ print("Submitted batch job 12")
 def here(tmp_path, monkeypatch):
     """A folder with a tiny configuration and SLURM's commands, the current one."""
     monkeypatch.chdir(tmp_path)
-    document = tiny_document(tmp_path, exp_manager__explicit_log_dir=None, exp_manager__resume_if_exists=False)
-    (tmp_path / "conf").mkdir()
-    (tmp_path / "conf" / "tiny.yaml").write_text(json.dumps(document))
+    write_tiny_sweep(tmp_path)
     (tmp_path / "bin").mkdir()
     for name, text in {"sbatch": SBATCH, "srun": "", "scancel": "", "sacct": "#!/bin/sh\n"}.items():
         (tmp_path / "bin" / name).write_text(text)
