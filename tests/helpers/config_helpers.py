@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from stoker.trainer.config.load import load_run_config
+from stoker.trainer.config.nemo.key_table import KeyState
 from stoker.trainer.config.problems import ConfigError, Problem
 from stoker.trainer.config.run_config import RunConfig
 from stoker.trainer.config.schema.root import ModelBlock, RootBlock
@@ -26,6 +27,11 @@ def keep_last_overrides(overrides: Sequence[str]) -> list[str]:
     keys = [override.lstrip("+").partition("=")[0] for override in overrides]
     last = {key: index for index, key in enumerate(keys)}
     return [override for index, override in enumerate(overrides) if last[keys[index]] == index]
+
+
+def historical(config: RunConfig) -> set[str]:
+    """Return the given keys that are accepted and have no effect."""
+    return {row.path for row in config.key_reports if row.state is KeyState.HISTORICAL}
 
 
 def gpt(root: RootBlock) -> ModelBlock:

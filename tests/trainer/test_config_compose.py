@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
-from config_helpers import DATA, gpt, load, problems, write
+from config_helpers import DATA, gpt, historical, load, problems, write
 from tiers import cases, looped
 
 from stoker.trainer.config import dotted_paths, overrides
@@ -49,7 +49,7 @@ def test_every_preset_is_valid(group: str, name: str) -> None:
         given += files.get(name, [])
     config = load(f"{group}={name}", *given)
     assert not [finding for finding in config.findings if finding.level == "warning"]
-    assert not config.historical_keys
+    assert not historical(config)
 
 
 def test_presets_that_are_promised_exist() -> None:
@@ -267,7 +267,7 @@ def test_nemo_file_loads_as_it_is() -> None:
     given = set(config.origins)
     accounted = {row.path for row in config.key_reports}
     assert given <= accounted, given - accounted
-    assert "model.pre_process" in config.historical_keys
+    assert "model.pre_process" in historical(config)
     warned = {finding.keys[0] for finding in config.findings if finding.level == "warning"}
     assert warned == {
         "model.normalization",

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from config_helpers import load, problems, write
+from config_helpers import historical, load, problems, write
 
 from stoker.models.config.model import FAMILIES, Family
 from stoker.models.config.stack import StackKeys
@@ -101,7 +101,7 @@ def test_nemos_t5_is_found_by_its_stacks(tmp_path: Path) -> None:
     model = config.root.model
     assert isinstance(model, T5ModelBlock)
     assert (model.max_position_embeddings, model.decoder.num_layers, model.embedding_dropout) == (128, 12, 0.1)
-    assert "model.decoder.persist_layer_norm" in config.historical_keys
+    assert "model.decoder.persist_layer_norm" in historical(config)
     assert not [finding for finding in config.findings if finding.level == "warning"]
 
 
@@ -236,7 +236,7 @@ def test_a_key_of_the_decoder_at_model_is_read_for_the_decoder() -> None:
     model = config.root.model
     assert isinstance(model, T5ModelBlock)
     assert model.decoder.relative_position_bias_self_attention_only is False
-    assert not config.historical_keys
+    assert not historical(config)
     (warned,) = [finding for finding in config.findings if finding.level == "warning"]
     assert warned.keys == (f"model.decoder.{key}",)
     assert "applied to the decoder" in warned.message

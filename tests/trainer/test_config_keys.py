@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from config_helpers import DATA, gpt, load, problems, write
+from config_helpers import DATA, gpt, historical, load, problems, write
 from tiers import cases, extra, looped
 
 from stoker.models.config.model import FAMILIES
@@ -105,7 +105,7 @@ def test_fp8_is_no_precision_of_the_trainer(value: str) -> None:
 def test_historical_keys_are_accepted_and_listed_once(override: str) -> None:
     config = load(override, "+model.mcore_gpt=True")
     path = override.partition("=")[0]
-    assert set(config.historical_keys) == {path, "model.mcore_gpt"}
+    assert historical(config) == {path, "model.mcore_gpt"}
     notes = [finding for finding in config.findings if path in finding.keys]
     assert len(notes) == 1
     assert notes[0].level == "info"

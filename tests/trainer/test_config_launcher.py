@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from config_helpers import gpt, load, problems, write
+from config_helpers import gpt, historical, load, problems, write
 from tiers import cases
 
 from stoker.trainer.config.load import config_from_document
@@ -75,10 +75,9 @@ def test_stage_loads_as_it_is(tmp_path: Path) -> None:
     notes = {row.path: row.note for row in config.key_reports}
     assert set(config.origins) - set(notes) <= {"run.name", "hydra", "hydra.searchpath"}
     assert any("`run.name` is read as `name`" in finding.message for finding in config.findings)
-    assert {"run.time_limit", "run.dependency"} <= set(config.historical_keys)
+    assert {"run.time_limit", "run.dependency"} <= historical(config)
     for path in ("data_dir", "base_results_dir", "run.results_dir"):
         assert notes[path] == f"used as ${{{path}}}"
-        assert path not in config.historical_keys
 
 
 def test_every_place_of_a_stage_means_the_same(tmp_path: Path) -> None:
@@ -100,7 +99,7 @@ def test_resolved_stage_loads(tmp_path: Path) -> None:
     )
     config = load(name="tiny_hydra", directory=tmp_path)
     assert config.root.name == "megatron_gpt"
-    assert {"run.name", "run.results_dir", "run.time_limit", "run.model_train_name"} <= set(config.historical_keys)
+    assert {"run.name", "run.results_dir", "run.time_limit", "run.model_train_name"} <= historical(config)
 
 
 def test_overrides_may_name_the_stage(tmp_path: Path) -> None:
@@ -246,7 +245,7 @@ def test_stage_named_like_a_block_of_the_model(tmp_path: Path) -> None:
     )
     config = load(name="a", directory=tmp_path)
     assert (config.root.model.peft.lora_tuning.adapter_dim, config.root.model.restore_from_path) == (5, "x")
-    assert {"model.save_nemo_on_validation_end", "model.model_parallel_size"} <= set(config.historical_keys)
+    assert {"model.save_nemo_on_validation_end", "model.model_parallel_size"} <= historical(config)
 
 
 def test_document_holds_variables_of_the_environment_written_out(

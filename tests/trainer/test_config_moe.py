@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from config_helpers import gpt, load, problems, write
+from config_helpers import gpt, historical, load, problems, write
 from gpt_builder import build_gpt
 from resolved import check_memory, uses_cuda_graph
 from tiers import looped
@@ -346,7 +346,7 @@ def test_what_means_nothing_here_is_accepted() -> None:
         "+model.expert_tensor_parallel_size=1",
         "+model.expert_model_parallel_size=1",
     )
-    assert len(config.historical_keys) == 3
+    assert len(historical(config)) == 3
     assert told(config) == {"moe_shared_expert_overlap": "info"}
 
 

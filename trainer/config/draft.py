@@ -178,14 +178,11 @@ class Draft:
             self._resolved, self.origin_text, lambda path: self.kind_of(path) == "override", self._referenced
         )
         acting: Tree = {}
-        historical: list[str] = []
         for verdict in states.verdicts:
             if verdict.state is KeyState.ACTS:
                 dotted_paths.put(acting, verdict.path, verdict.value)
-                continue
-            account.append(self._key_account(verdict))
-            if verdict.state is KeyState.HISTORICAL:
-                historical.append(verdict.path)
+            else:
+                account.append(self._key_account(verdict))
         self.problems.extend(states.problems())
         self.findings.extend(states.findings())
         needed = self._report_missing(acting)
@@ -211,7 +208,6 @@ class Draft:
             origins=origins,
             document=document,
             findings=findings,
-            historical_keys=tuple(historical),
             list_key_reports=list_key_reports,
             files=files,
             preset_keys=frozenset(path for path in self.packaged if self.kind_of(path) == "file"),

@@ -78,7 +78,6 @@ class RunConfig:
         origins: origin by dotted path, for every leaf of `root` and every key of the user's files.
         document: the configuration as saved, in plain containers; environment values unresolved (`${oc.env:NAME}`).
         findings: warnings and notes to print once.
-        historical_keys: paths of accepted keys that have no effect here.
         list_key_reports: returns `key_reports`.
         files: the YAML files that were merged.
         preset_keys: paths whose values come from files of this package.
@@ -90,7 +89,6 @@ class RunConfig:
     origins: dict[str, Origin] = field(default_factory=dict)
     document: dict[str, Any] = field(default_factory=dict)
     findings: tuple[Finding, ...] = ()
-    historical_keys: tuple[str, ...] = ()
     list_key_reports: Callable[[], tuple[KeyReport, ...]] = field(default=tuple, repr=False, compare=False)
     files: tuple[Path, ...] = ()
     preset_keys: frozenset[str] = frozenset()
