@@ -6,10 +6,11 @@ product, the last override changing fastest. Overrides with one value are passed
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -48,18 +49,19 @@ def hydra_overrides(overrides: Sequence[str]) -> tuple[list[str], list[str]]:
     return parts
 
 
-def fixed_overrides(overrides: Sequence[str]) -> list[str]:
-    """Return the overrides that hold in every job."""
+def _parsed(overrides: Sequence[str]) -> Iterator[tuple[str, Override | None]]:
+    """Yield each override as typed and parsed; None for an invalid one, which is reported with those of a job."""
     parser = OverridesParser.create()
-    fixed = []
     for typed in overrides:
         try:
-            override = parse_override(parser, typed)
+            yield typed, parse_override(parser, typed)
         except OverrideError:
-            continue  # reported with the other problems of a job
-        if not override.is_sweep_override():
-            fixed.append(typed)
-    return fixed
+            yield typed, None
+
+
+def fixed_overrides(overrides: Sequence[str]) -> list[str]:
+    """Return the overrides that hold in every job."""
+    return [typed for typed, override in _parsed(overrides) if override and not override.is_sweep_override()]
 
 
 def expand_jobs(overrides: Sequence[str], options: Options) -> list[Job]:
@@ -69,17 +71,12 @@ def expand_jobs(overrides: Sequence[str], options: Options) -> list[Job]:
         ConfigError: an override has no finite list of values.
         UserError: more than 10,000 jobs.
     """
-    parser = OverridesParser.create()
     alternatives: list[list[str]] = []
     swept: list[bool] = []
     words_of: dict[str, list[str]] = {}
     varying: set[str] = set()
     problems: list[Problem] = []
-    for typed in overrides:
-        try:
-            override = parse_override(parser, typed)
-        except OverrideError:
-            override = None  # reported with the other problems of the configuration
+    for typed, override in _parsed(overrides):
         is_swept = override is not None and override.is_sweep_override()
         if override is not None:
             key = override.get_key_element().lstrip("+~")
@@ -104,24 +101,19 @@ def expand_jobs(overrides: Sequence[str], options: Options) -> list[Job]:
 
 def first_values(overrides: Sequence[str], options: Options) -> tuple[list[str], list[str]]:
     """Return the overrides of a sweep with the first value of each that varies, and those alone."""
-    parser = OverridesParser.create()
     words, of_jobs = hydra_overrides(overrides)
     swept: list[str] = []
-    for typed in of_jobs:
-        try:
-            override = parse_override(parser, typed)
+    for typed, override in _parsed(of_jobs):
+        if override is not None and override.is_sweep_override():
             value = override.value()
-            if not override.is_sweep_override():
-                words.append(typed)
-                continue
-            swept.append(
-                f"{override.get_key_element()}={value.start}"
-                if isinstance(value, IntervalSweep)
-                else alternatives_of(override, options)[0]
-            )
-            words.append(swept[-1])
-        except OverrideError:
-            words.append(typed)  # reported with the other problems of the configuration
+            with contextlib.suppress(OverrideError):  # reported with the other problems of the configuration
+                typed = (
+                    f"{override.get_key_element()}={value.start}"
+                    if isinstance(value, IntervalSweep)
+                    else alternatives_of(override, options)[0]
+                )
+                swept.append(typed)
+        words.append(typed)
     return words, swept
 
 
