@@ -84,7 +84,7 @@ def tune_num_threads(step: Callable[[], None], seconds: float) -> StepTiming:
 
 
 def median_step_time(step: Callable[[], None], seconds: float, min_steps: int = _MIN_STEPS) -> float:
-    """Return the median step time in seconds, over at least `fewest` steps and `seconds`."""
+    """Return the median step time in seconds, over at least `min_steps` steps and `seconds`."""
     times: list[float] = []
     start = last = time.perf_counter()
     while len(times) < min_steps or last - start < seconds:

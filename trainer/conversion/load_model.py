@@ -171,7 +171,7 @@ class _SavedModel(NamedTuple):
 
 
 def _open_checkpoint(path: Path, base: Path | None, *, average: bool) -> _SavedModel:
-    """Open a stoker checkpoint; arguments as in `restore`."""
+    """Open a stoker checkpoint; arguments as in `load_model`."""
     checkpoint, complaints = find_checkpoint(path)
     for complaint in complaints:
         print(complaint, file=sys.stderr)
@@ -186,7 +186,7 @@ def _open_checkpoint(path: Path, base: Path | None, *, average: bool) -> _SavedM
 
 
 def _open_hf_folder(path: Path, base: Path | None, *, average: bool) -> _SavedModel:
-    """Open a Hugging Face folder; arguments as in `restore`."""
+    """Open a Hugging Face folder; arguments as in `load_model`."""
     if average:
         raise UserError(f"--ema: {path} is a Hugging Face model, which has no EMA weights")
     if base is not None:

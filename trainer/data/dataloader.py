@@ -65,7 +65,7 @@ class GlobalBatch:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """All tensors of the batch, `targets` last."""
+        """All tensors of the batch, `num_targets` last."""
         return (*self.fields.values(), self.num_targets)
 
     def micro_batches(self) -> Iterator[MicroBatch]:

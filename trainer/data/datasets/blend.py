@@ -81,10 +81,10 @@ class BlendedSamples(Generic[BatchT]):
 
     def __init__(self, datasets: Sequence[AnySamples[BatchT]], weights: Sequence[float]) -> None:
         if len(datasets) != len(weights):
-            raise ValueError(f"`weights` ({len(weights)}) must be as many as `parts` ({len(datasets)})")
+            raise ValueError(f"`weights` ({len(weights)}) must be as many as `datasets` ({len(datasets)})")
         lengths = {part.sequence_length for part in datasets}
         if len(lengths) != 1:
-            raise ValueError(f"`parts` must have one sequence length, not {sorted(lengths)}")
+            raise ValueError(f"`datasets` must have one sequence length, not {sorted(lengths)}")
         self.datasets = tuple(datasets)
         self.schedule = BlendSchedule(weights)
         self.sequence_length = lengths.pop()

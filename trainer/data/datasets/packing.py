@@ -22,7 +22,7 @@ class Packing(NamedTuple):
 
     Attributes:
         pair_indices: pair indices, row by row, int64 [pairs].
-        row_offsets: row r holds members `bounds[r]` to `bounds[r + 1] - 1`, int64 [rows + 1].
+        row_offsets: row r holds the pairs `row_offsets[r]` to `row_offsets[r + 1] - 1` of them, int64 [rows + 1].
     """
 
     pair_indices: NDArray[np.int64]

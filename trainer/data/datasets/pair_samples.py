@@ -45,7 +45,7 @@ class RowShuffle:
     def __init__(self, packing: Packing, seed: int | None, rng_stream: int = 0) -> None:
         self._packing = packing
         self._seed = seed
-        self._part = rng_stream
+        self._rng_stream = rng_stream
         self._epoch: tuple[int, NDArray[np.int64]] | None = None
 
     def row_at(self, position: int) -> EpochRow:
@@ -54,7 +54,7 @@ class RowShuffle:
         if self._seed is None and epoch > 0:
             return EpochRow(0, [])
         if self._epoch is None or self._epoch[0] != epoch:
-            words = philox_generator(self._seed or 0, epoch, 2 * self._part).random_raw(self._packing.rows)
+            words = philox_generator(self._seed or 0, epoch, 2 * self._rng_stream).random_raw(self._packing.rows)
             self._epoch = epoch, np.argsort(words, kind="stable")
         return EpochRow(epoch, self._packing.row(int(self._epoch[1][index])).tolist())
 
@@ -87,7 +87,7 @@ class PairSamples:
         self.samples = self.packing.rows
         self._packs = pack_rows
         self._seed = seed
-        self._part = rng_stream
+        self._rng_stream = rng_stream
         self._order = RowShuffle(self.packing, seed, rng_stream)
 
     def batch(self, first: int, count: int) -> TensorBatch:
@@ -102,4 +102,4 @@ class PairSamples:
 
     def _pair(self, number: int, epoch: int) -> Pair:
         index = epoch * len(self.pairs) + number
-        return self.pairs.pair(number, philox_generator(self._seed or 0, index, PAIR_RNG_STREAM + 1 + self._part))
+        return self.pairs.pair(number, philox_generator(self._seed or 0, index, PAIR_RNG_STREAM + 1 + self._rng_stream))

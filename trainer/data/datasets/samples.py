@@ -192,12 +192,12 @@ class MockSamples:
         self.sequence_length = sequence_length
         self.samples = samples
         self._seed = seed
-        self._part = rng_stream
+        self._rng_stream = rng_stream
 
     def batch(self, first: int, count: int) -> Batch:
         """Return the samples at positions `first` to `first + count - 1`."""
         positions = position_range(first, count) % self.samples
-        windows = random_tokens(self.vocab_size, positions, self.sequence_length + 1, self._seed, self._part)
+        windows = random_tokens(self.vocab_size, positions, self.sequence_length + 1, self._seed, self._rng_stream)
         return shift_labels(windows)
 
 
@@ -228,7 +228,7 @@ def random_tokens(
 
 
 def philox_generator(seed: int, index: int, stream: int = 0) -> np.random.Philox:
-    """Return an independent random generator for each (seed, index, part)."""
+    """Return an independent random generator for each (seed, index, stream)."""
     return np.random.Philox(key=np.array([seed % _WORD, index], np.uint64), counter=[0, 0, 0, stream])
 
 

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from .samples import IGNORE_INDEX, Samples, TensorBatch, philox_generator, position_range, random_tokens
 
 PAIR_RNG_STREAM = 1 << 20
-"""Random stream of the draws that make pairs, distinct from those that order samples; see `philox`."""
+"""Random stream of the draws that make pairs, distinct from those that order samples; see `philox_generator`."""
 
 
 class Pair(NamedTuple):
@@ -182,11 +182,11 @@ class MockPairs:
         self.sequence_length = shape.encoder_length
         self.samples = samples
         self._seed = seed
-        self._part = rng_stream
+        self._rng_stream = rng_stream
 
     def batch(self, first: int, count: int) -> TensorBatch:
         """Return the samples at positions `first` to `first + count - 1`."""
         length = self.shape.encoder_length + self.shape.decoder_length
         positions = position_range(first, count) % self.samples
-        rows = random_tokens(self.vocab_size, positions, length, self._seed, self._part)
+        rows = random_tokens(self.vocab_size, positions, length, self._seed, self._rng_stream)
         return collate_full(rows[:, : self.shape.encoder_length], rows[:, self.shape.encoder_length :], self.shape)

@@ -44,7 +44,7 @@ class ExampleSamples:
         if not len(examples):
             raise ValueError("`examples` must hold at least one")
         lengths = examples.lengths()
-        # `pack` expects encoder and decoder lengths; an example has one length, used for both.
+        # `pack_pairs` expects encoder and decoder lengths; an example has one length, used for both.
         self.packing = pack_pairs(lengths, lengths, (length, length)) if pack_rows else one_pair_per_row(len(lengths))
         self.sequence_length = length
         self.samples = self.packing.rows

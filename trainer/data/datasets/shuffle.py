@@ -43,6 +43,6 @@ def shuffled_indices(
 
 
 def sequential_indices(count: int, chunk_size: int = CHUNK_SIZE) -> Iterator[NDArray[np.int64]]:
-    """Yield 0 to `count - 1` in order, in chunks like those of `shuffled`."""
+    """Yield 0 to `count - 1` in order, in chunks like those of `shuffled_indices`."""
     for first in range(0, count, chunk_size):
         yield np.arange(first, min(first + chunk_size, count))

@@ -89,7 +89,7 @@ class SpanLengthDistribution(NamedTuple):
     def geometric(cls, max_length: int, mean: float) -> SpanLengthDistribution:
         """Build SpanBERT's distribution (arXiv 1907.10529, 3.1): geometric with this mean, clipped to `max_length`.
 
-        The mean after clipping is `corruption.clipped_geometric_mean`.
+        The mean after clipping is `span_lengths.clipped_geometric_mean`.
         """
         bounds = 1 - np.full(max_length, 1 - 1 / mean).cumprod()
         return cls(np.append(bounds[:-1], 1.0))

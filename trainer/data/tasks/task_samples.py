@@ -108,7 +108,7 @@ class SampleFactory:
                 )
 
     def from_documents(self, documents: Documents, *, training: bool, rng_stream: int = 0) -> PairSamples | None:
-        """Build samples from documents; None if all are too short. `part` is the random stream of a blended dataset."""
+        """Build samples from documents; None if all are too short. `rng_stream` is that of a dataset in a blend."""
         chunks = CorruptedChunks(documents, self._corruptor(), self.task.window, self._keys.short_seq_prob)
         return self.from_pairs(chunks, training=training, rng_stream=rng_stream)
 

@@ -175,7 +175,7 @@ def build_json_tokenizer(definition: str, named: Mapping[str, str], added: Seque
     """Build a tokenizer and find its special tokens.
 
     Args:
-        definition: output of `canonical`.
+        definition: output of `canonical_json`.
         named: special token by kind (`eos`, `bos`, `pad`, `unk`); added if the vocabulary lacks it, as in NeMo.
         added: further special tokens.
 
