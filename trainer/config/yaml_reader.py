@@ -26,6 +26,8 @@ MAX_DIGITS = 1000
 _Base: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _PLAIN_TAGS = {f"tag:yaml.org,2002:{name}" for name in ("null", "bool", "int", "float", "str", "seq", "map", "merge")}
 _INT = re.compile(r"[-+]?(?:0|[1-9][0-9_]*|0x[0-9a-fA-F_]+|0b[01_]+|0o?[0-7_]+)$")
+_OCTAL = re.compile(r"^([-+]?0)(?=[0-7])")
+"""The zero that an octal number begins with in YAML 1.1; in Python `0o`."""
 _FLOAT = re.compile(
     r"(?:[-+]?[0-9][0-9_]*\.[0-9_]*(?:[eE][-+]?[0-9]+)?"
     r"|[-+]?[0-9][0-9_]*[eE][-+]?[0-9]+"
@@ -245,7 +247,7 @@ def _scalar(node: yaml.Node) -> Any:
             if len(text) > MAX_DIGITS:
                 line = node.start_mark.line + 1
                 raise YamlError(f"has an integer of more than {MAX_DIGITS} digits; quote it if it is text", line)
-            return _integer(text)
+            return int(_OCTAL.sub(r"\1o", text.replace("_", "")), 0)
         case "float":
             return float(text.replace("_", "").lower().replace(".inf", "inf").replace(".nan", "nan"))
         case _:
@@ -282,14 +284,3 @@ def _build_mapping(node: yaml.MappingNode, path: str, lines: dict[str, int], dot
         lines[join(path, name)] = line
         own[name] = _build(value_node, join(path, name), lines, dots)
     return {**inherited, **own}
-
-
-def _integer(text: str) -> int:
-    digits = text.replace("_", "")
-    sign = -1 if digits.startswith("-") else 1
-    digits = digits.lstrip("+-")
-    if digits[:2] in ("0x", "0b", "0o"):
-        return sign * int(digits, 0)
-    if digits.startswith("0") and len(digits) > 1:
-        return sign * int(digits, 8)
-    return sign * int(digits)

@@ -27,38 +27,15 @@ _MAX_CHARSMAP_BYTES = 1 << 20
 _MAX_REPLACEMENT_BYTES = 64
 _MAX_KEY_BYTES = 256
 
-_NORMALIZERS = frozenset(
-    [
-        "NFC",
-        "NFD",
-        "NFKC",
-        "NFKD",
-        "Lowercase",
-        "Strip",
-        "StripAccents",
-        "BertNormalizer",
-        "Nmt",
-        "ByteLevel",
-        "Prepend",
-        "Replace",
-        "Precompiled",
-    ]
-)
-_PRE_TOKENIZERS = frozenset(
-    [
-        "ByteLevel",
-        "Whitespace",
-        "WhitespaceSplit",
-        "BertPreTokenizer",
-        "Metaspace",
-        "CharDelimiterSplit",
-        "Punctuation",
-        "Digits",
-        "UnicodeScripts",
-        "Split",
-    ]
-)
-_POST_PROCESSORS = frozenset(["ByteLevel", "BertProcessing", "RobertaProcessing", "TemplateProcessing"])
+_NORMALIZERS = {
+    *("NFC", "NFD", "NFKC", "NFKD", "Lowercase", "Strip", "StripAccents", "BertNormalizer", "Nmt", "ByteLevel"),
+    *("Prepend", "Replace", "Precompiled"),
+}
+_PRE_TOKENIZERS = {
+    *("ByteLevel", "Whitespace", "WhitespaceSplit", "BertPreTokenizer", "Metaspace", "CharDelimiterSplit"),
+    *("Punctuation", "Digits", "UnicodeScripts", "Split"),
+}
+_POST_PROCESSORS = {"ByteLevel", "BertProcessing", "RobertaProcessing", "TemplateProcessing"}
 
 _ONE_ATOM = re.compile(
     r"(?:\\[sSdDwWrnt]|\\[pP]\{\^?\w+\}|\[\^?(?:[^\\\[\]&]|\\[sSdDwWrntpP])+\]|[^\\.\[\](){}*+?|^$])"
