@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from typing import NamedTuple
 
 
@@ -60,18 +61,10 @@ def window_length(encoder_length: int, corruption: Corruption, decoder_length: i
     """
     if encoder_length < 3:
         raise ValueError(f"`encoder_length` ({encoder_length}) must be at least 3: a token, a sentinel and the end")
-    low, high = 2, 2
-    while corrupted_lengths(high, corruption)[0] <= encoder_length:
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        if corrupted_lengths(middle, corruption)[0] <= encoder_length:
-            low = middle
-        else:
-            high = middle
-    encoder, decoder = corrupted_lengths(low, corruption)
+    length = bisect_right(range(1 << 62), encoder_length, 2, key=lambda n: corrupted_lengths(n, corruption)[0]) - 1
+    encoder, decoder = corrupted_lengths(length, corruption)
     if encoder < encoder_length:
         raise ValueError(f"`encoder_length` ({encoder_length}) cannot be filled exactly; use {encoder}")
     if decoder_length is not None and decoder > decoder_length:
         raise ValueError(f"`decoder_length` ({decoder_length}) must be at least {decoder}")
-    return low
+    return length
