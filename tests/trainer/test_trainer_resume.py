@@ -90,6 +90,27 @@ def test_keys_of_the_model_that_no_shape_tells_of_are_told(tmp_path: Path, capsy
     assert "`model.hidden_dropout` was 0.1 in step-1 and is 0.3 now" in said
     assert "`model.activation` is relu, but these weights were trained with gelu" in said
     assert "attention_dropout" not in said
+    more = {"logits_soft_cap": 30.0, "label_smoothing": 0.1, "embedding_dropout": 0.2, "override_vocab_size": 300}
+    more |= {"do_layer_norm_weight_decay": True, "rampup_batch_size": [2, 2, 100]}
+    text = tmp_path / "text.txt"
+    text.write_text("to be or not to be " * 40)
+    same: dict[str, Any] = {"model__data": {"data_impl": "text", "path": str(text)}}
+    run(tmp_path / "other", 1, **same, exp_manager__ema__enable=True)
+    capsys.readouterr()
+    run(tmp_path / "other", 2, **same, **{f"model__{name}": value for name, value in more.items()})
+    said = capsys.readouterr().out
+    assert "`exp_manager.ema.enable` was True in step-1 and is False now" in said
+    assert "`model.logits_soft_cap` is 30.0, but these weights were trained with None" in said
+    assert all(f"`model.{name}` was " in said for name in more if name != "logits_soft_cap")
+    assert "after a ramp-up from 2 samples" in said
+
+
+def test_other_batches_of_an_overfitting_run_are_named(tmp_path: Path) -> None:
+    run(tmp_path / "run", 1, trainer__overfit_batches=1)
+    lines = refused(tmp_path / "run", trainer__overfit_batches=1, model__global_batch_size=8)
+    assert lines[0].endswith(", the first 4 samples, now " + lines[0].rpartition("now ")[2])
+    assert lines[0].endswith(", the first 8 samples")
+    assert lines[1] == "`model.global_batch_size` was 4 in step-1 and is 8 now"
 
 
 def test_the_same_recipe_of_fp8_in_other_words_is_no_change(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -33,6 +33,8 @@ _FUNCTION_PRESERVING_KEYS = {
     *("init_method_std", "use_scaled_init_method", "moe_token_dispatcher_type", "moe_router_dtype"),
 }
 """Keys of a stack that do not change the function its weights compute at inference."""
+_FUNCTION_KEYS = {"apply_embedding_scaling", "logits_soft_cap", "scale_tied_logits"}
+"""Keys beside those of stacks that change it, but no shape."""
 
 
 def load_pretrained_weights(
@@ -108,9 +110,12 @@ def load_checkpoint_config(checkpoint: Checkpoint) -> RootBlock | None:
 def function_mismatch_warnings(model: AnyModelBlock, trained: AnyModelBlock) -> Iterator[str]:
     """Yield a warning for each key (positions, norms, masks) with which the same weights compute another function."""
     before = keys_by_stack(trained)
-    for at, stack in keys_by_stack(model).items():
-        for name, now in stack.model_dump(include=set(StackKeys.model_fields) - _FUNCTION_PRESERVING_KEYS).items():
-            then = getattr(before[at], name)
+    names = set(StackKeys.model_fields) - _FUNCTION_PRESERVING_KEYS
+    blocks = [("", model, trained, _FUNCTION_KEYS)]
+    blocks += [(at, stack, before[at], names) for at, stack in keys_by_stack(model).items()]
+    for at, block, block_before, include in blocks:
+        for name, now in block.model_dump(include=include).items():
+            then = getattr(block_before, name)
             if then != now:
                 yield (
                     f"`model.{at}{name}` is {now}, but these weights were trained with {then}: before training, the "

@@ -54,6 +54,12 @@ _EXCLUDED_DATA_KEYS = {
     *("index_mapping_dir", "num_workers", "train_ds", "validation_ds", "test_ds"),
 }
 _FILE_KEYS = {"file_names", "concat_sampling_probabilities"}  # in the fingerprint, and the order
+_TRAINING_KEYS = {
+    *(*TRAINING_ONLY_KEYS, "embedding_dropout", "label_smoothing", "answer_only_loss"),
+    *("override_vocab_size", "do_layer_norm_weight_decay", "rampup_batch_size"),
+}
+_EMA_KEYS = {f"exp_manager.ema.{name}" for name in ("enable", "decay", "every_n_steps", "validate_original_weights")}
+_SUBSET_KEYS = {"overfit_batches", "global_batch_size", "encoder_seq_length", "seq_length"}  # of `overfit_batches`
 
 
 def find_resume_checkpoint(keys: ExpManagerBlock, directory: RunDirectory) -> tuple[Checkpoint | None, list[str]]:
@@ -158,8 +164,8 @@ def _check_same_training(
     if saved.data_fingerprint != current.data_fingerprint:
         raise UserError(
             [
-                f"checkpoint {checkpoint.path} was trained on other data: fingerprint {saved.data_fingerprint[:16]}, "
-                f"now {current.data_fingerprint[:16]}",
+                f"checkpoint {checkpoint.path} was trained on other data: fingerprint "
+                f"{_shorten(saved.data_fingerprint)}, now {_shorten(current.data_fingerprint)}",
                 *_explain_other_data(checkpoint, current, root),
                 f"use the same data, or start a new run from these weights: {_new_run_overrides(checkpoint)}",
             ]
@@ -198,7 +204,9 @@ def _differences(checkpoint: Checkpoint, current: RunState, root: RootBlock) -> 
         if _fp8_recipes(config) != _fp8_recipes(root):
             names = {*Fp8Keys.own_keys()} - {"fp8_params"}  # which changes no bits
             yield from _changed_keys(checkpoint, root, lambda path: path.rpartition(".")[2] in names)
-    yield from _changed_keys(checkpoint, root, lambda path: path.rpartition(".")[2] in TRAINING_ONLY_KEYS)
+    yield from _changed_keys(
+        checkpoint, root, lambda path: path in _EMA_KEYS or path.rpartition(".")[2] in _TRAINING_KEYS
+    )
     for key in sorted(saved.optimizer.keys() | current.optimizer.keys()):
         path = f"model.{key}" if key.startswith("optim") else f"trainer.{key}"
         yield from _change(checkpoint, path, saved.optimizer.get(key), current.optimizer.get(key))
@@ -265,9 +273,17 @@ def _selects_vocabulary(path: str) -> bool:
     return _selects_tokenizer(path) or path == "model.override_vocab_size"
 
 
+def _shorten(fingerprint: str) -> str:
+    """Return 16 digits of a fingerprint, and which samples of the data `overfit_batches` takes."""
+    digits, comma, subset = fingerprint.partition(",")
+    return f"{digits[:16]}{comma}{subset}"
+
+
 def _explain_other_data(checkpoint: Checkpoint, now: RunState, root: RootBlock) -> list[str]:
     """Explain why the data of a checkpoint differ from those of the run."""
     data = root.model.data
+    if checkpoint.state.data_fingerprint.partition(",")[0] == now.data_fingerprint.partition(",")[0]:
+        return _changed_keys(checkpoint, root, lambda path: path.rpartition(".")[2] in _SUBSET_KEYS)
     is_mock = data.data_impl == "mock"  # made for the vocabulary
     if changed := _changed_keys(
         checkpoint, root, lambda path: _selects_data(path) or (is_mock and _selects_vocabulary(path))

@@ -84,10 +84,13 @@ def summarize_run(
             captured = "micro batches run as a CUDA graph"
         yield f"{captured} after {WARM_UP_MICRO_BATCHES} warm-up micro batches"
     epochs = "" if run.trainer.max_epochs is None else f" ({pluralize(run.trainer.max_epochs, 'epoch')})"
+    ramp_up = (
+        f", after a ramp-up from {pluralize(keys.rampup_batch_size[0], 'sample')}" if keys.rampup_batch_size else ""
+    )
     yield (
         f"{pluralize(run.trainer.max_steps, 'step')}{epochs} of {pluralize(keys.global_batch_size, 'sample')} in "
         f"{pluralize(run.micro_batches, 'micro batch', 'micro batches')}{' per data-parallel rank' * (mesh.data > 1)}, "
-        f"{keys.global_batch_size * (form.seq_length + form.decoder_seq_length):,} tokens each"
+        f"{keys.global_batch_size * (form.seq_length + form.decoder_seq_length):,} tokens each{ramp_up}"
     )
     if run.trainer.enable_model_summary:
         if mesh.model_ranks > 1 or mesh.expert > 1:
