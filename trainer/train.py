@@ -16,7 +16,7 @@ from torch._C._distributed_c10d import Store, TCPStore
 from ..kernels.attention.dispatch import format_selections
 from ..models.build import LanguageModel
 from ..models.parallel.layout import AXES
-from .callbacks.early_stopping import STOP_REASON_PREFIX, continue_hint
+from .callbacks.early_stopping import STOP_REASON_PREFIX, EarlyStopping
 from .checkpoint.reader import checkpoint_paths
 from .checkpoint.run_directory import RESOLVED_CONFIG, save_run_record
 from .config.resolved_run import ResolvedRun
@@ -228,7 +228,7 @@ def _finish(run: RunContext, state: TrainingState, loop: TrainingLoop, stop_reas
         logger.log(f"warning: {stop_reason} elapsed before the first step, and would again; raise it")
     # Not `callback.checkpoint`: retention (`save_top_k`) may have deleted it.
     written = next(reversed(checkpoint_paths(run.directory.checkpoints)), None) if loop.callback.checkpoint else None
-    logger.log(_last_line(run, step, written, stop_reason))
+    logger.log(_last_line(run, step, written, stop_reason, loop.callback.early_stopping))
     if stop_reason is None:
         run.events.write("end", step=step, exit_code=EXIT_OK)
     else:
@@ -253,11 +253,13 @@ def _finish(run: RunContext, state: TrainingState, loop: TrainingLoop, stop_reas
     )
 
 
-def _last_line(run: RunContext, step: int, checkpoint: Path | None, stop_reason: str | None) -> str:
+def _last_line(
+    run: RunContext, step: int, checkpoint: Path | None, stop_reason: str | None, early_stopping: EarlyStopping | None
+) -> str:
     where = f"; checkpoint {checkpoint}" if checkpoint else ""
     if stop_reason is None:
         return f"done after step {step:,}{where}"
     overrides = f"{shlex.quote(f'exp_manager.explicit_log_dir={run.directory.path}')} exp_manager.resume_if_exists=True"
-    if stop_reason.startswith(STOP_REASON_PREFIX):  # its state is in the checkpoint, so it would stop again at once
-        overrides += f" and {continue_hint(run.resolved.exp_manager.early_stopping_callback_params)}"
+    if early_stopping is not None and stop_reason.startswith(STOP_REASON_PREFIX):  # it would stop again at once
+        overrides += f" and {early_stopping.continue_hint}"
     return f"stopped by {stop_reason} after step {step:,}{where}; resume with {overrides}"

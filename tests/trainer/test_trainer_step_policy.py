@@ -25,7 +25,7 @@ from stoker.trainer.callbacks.divergence import (
     LossMonitor,
     loss_deviation,
 )
-from stoker.trainer.callbacks.early_stopping import EarlyStopping, continue_hint
+from stoker.trainer.callbacks.early_stopping import EarlyStopping
 from stoker.trainer.checkpoint.loop_state import EarlyStoppingState, LoopState
 from stoker.trainer.checkpoint.reader import find_checkpoint
 from stoker.trainer.config.load import config_from_document
@@ -298,12 +298,27 @@ def test_early_stopping_ends_a_run_well_and_for_good(tmp_path):
     assert run_training(tiny_config(tmp_path, **settings)).step == 3
 
 
-def test_what_goes_on_after_early_stopping_names_the_thresholds_that_are_set():
-    assert continue_hint(EarlyStoppingParams.model_validate({"patience": 3, "divergence_threshold": 2.0})) == (
-        "exp_manager.create_early_stopping_callback=False, "
-        "exp_manager.early_stopping_callback_params.patience above 3 or "
-        "exp_manager.early_stopping_callback_params.divergence_threshold=null"
-    )
+@looped(
+    ("values", "params", "cures"),
+    [
+        ([5.0], {"stopping_threshold": 6.0}, {"stopping_threshold": None}),
+        ([5.0], {"divergence_threshold": 4.0}, {"divergence_threshold": None}),
+        ([5.0, 6.0, 6.0], {"stopping_threshold": 1.0, "patience": 2}, {"patience": 3}),
+        ([5.0, 6.0], {"divergence_threshold": 5.5, "patience": 1}, {"divergence_threshold": None, "patience": 2}),
+        ([5.0, 6.0, 6.0, 6.0], {"patience": 2}, {"patience": 4}),
+        ([math.nan], {}, {"check_finite": False}),
+        ([5.0, math.nan], {"check_finite": False, "patience": 1, "stopping_threshold": 1.0}, {"patience": 2}),
+    ],
+)
+def test_the_cures_of_a_run_that_stopped_early_let_it_go_on(values, params, cures):
+    stopping = EarlyStopping(EarlyStoppingParams.model_validate(params), EarlyStoppingState.model_validate({}))
+    reasons = [stopping.check(value)[0] for value in values]
+    assert reasons[-1] is not None
+    block = "exp_manager.early_stopping_callback_params."
+    said = {"patience": f"patience above {len(values) - 1}"}
+    ways = (block + said.get(name, f"{name}={'null' if value is None else value}") for name, value in cures.items())
+    assert stopping.continue_hint == f"exp_manager.create_early_stopping_callback=False or {' and '.join(ways)}"
+    assert EarlyStopping(EarlyStoppingParams.model_validate(params | cures), stopping.state).stop_reason is None
 
 
 def manifest(directory, step):

@@ -14,21 +14,6 @@ STOP_REASON_PREFIX = "early stopping"
 """Prefix of the stop reason of a run that was stopped early."""
 
 
-def continue_hint(params: EarlyStoppingParams) -> str:
-    """Return a phrase listing the overrides that let an early-stopped run continue."""
-    block = "exp_manager.early_stopping_callback_params"
-    ways = [
-        "exp_manager.create_early_stopping_callback=False",
-        f"{block}.patience above {max(params.patience, 1):,}",
-        *(
-            f"{block}.{name}=null"
-            for name in ("stopping_threshold", "divergence_threshold")
-            if getattr(params, name) is not None
-        ),
-    ]
-    return f"{', '.join(ways[:-1])} or {ways[-1]}"
-
-
 class EarlyStopping:
     """Monitor a metric and decide when to stop.
 
@@ -79,6 +64,23 @@ class EarlyStopping:
             best = "" if state.best is None else f" than {state.best:.4f}"
             return f"{self.metric} was no better{best} in {state.waited} check{'s' * (state.waited != 1)}"
         return None
+
+    @property
+    def continue_hint(self) -> str:
+        """A phrase listing the overrides that let a run continue that was stopped in this state."""
+        params, state = self._params, self.state
+        needed: list[str] = []
+        if state.last is None:
+            needed += ["check_finite=False"] * params.check_finite
+        elif params.stopping_threshold is not None and self._better(state.last, params.stopping_threshold):
+            needed.append("stopping_threshold=null")
+        elif params.divergence_threshold is not None and self._better(params.divergence_threshold, state.last):
+            needed.append("divergence_threshold=null")
+        if state.waited and state.waited >= params.patience:
+            needed.append(f"patience above {state.waited:,}")
+        block = "exp_manager.early_stopping_callback_params"
+        ways = " and ".join(f"{block}.{override}" for override in needed)
+        return f"exp_manager.create_early_stopping_callback=False or {ways}"
 
     def _improves(self, value: float, best: float) -> bool:
         delta = self._params.min_delta

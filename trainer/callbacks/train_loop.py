@@ -85,6 +85,7 @@ class TrainLoopCallback(pl.Callback):
         checkpoint: the last checkpoint written.
         stop_reason: why training stopped before `max_steps`, or None. Set at construction if the resumed run had
             already been ended by early stopping.
+        early_stopping: early stopping, or None.
     """
 
     def __init__(
@@ -143,9 +144,9 @@ class TrainLoopCallback(pl.Callback):
         self._expert_load = expert_load
         self._monitor = LossMonitor(keys.max_skipped_steps, keys.loss_spike_threshold, state)
         self._reporter = StepReporter(logger, self._monitor, throughput, consumed_samples, self._profilers, expert_load)
-        self._early_stopping: EarlyStopping | None = None
+        self.early_stopping: EarlyStopping | None = None
         if manager.create_early_stopping_callback:
-            self._early_stopping = EarlyStopping(manager.early_stopping_callback_params, state.patience)
+            self.early_stopping = EarlyStopping(manager.early_stopping_callback_params, state.patience)
         self._is_strict = manager.early_stopping_callback_params.strict
         self._is_verbose = manager.early_stopping_callback_params.verbose
         self._saved_at = time.monotonic()
@@ -157,8 +158,8 @@ class TrainLoopCallback(pl.Callback):
         self.validation: EvaluationResult | None = None
         self.checkpoint: Path | None = None
         self.stop_reason: str | None = None
-        if self._early_stopping is not None and self._early_stopping.stop_reason is not None:
-            self.stop_reason = f"{STOP_REASON_PREFIX} ({self._early_stopping.stop_reason})"
+        if self.early_stopping is not None and self.early_stopping.stop_reason is not None:
+            self.stop_reason = f"{STOP_REASON_PREFIX} ({self.early_stopping.stop_reason})"
 
     def run_pending_validation(self, module: LanguageModule) -> None:
         """Run the validation that was interrupted when the run was stopped, before training resumes."""
@@ -171,8 +172,8 @@ class TrainLoopCallback(pl.Callback):
                 return
             self.validation_pending = False
             metrics = dict(self._resumed_metrics) | validation
-            if self._early_stopping is not None and step % self._keys.val_check_interval == 0:
-                stopping = self._check_progress(self._early_stopping, step, metrics)
+            if self.early_stopping is not None and step % self._keys.val_check_interval == 0:
+                stopping = self._check_progress(self.early_stopping, step, metrics)
                 if stopping is not None and step < self.limit.max_steps:
                     self.stop_reason = f"{STOP_REASON_PREFIX} ({stopping})"
             if self._save is not None:  # replace the checkpoint of this step by one with its validation metrics
@@ -245,9 +246,7 @@ class TrainLoopCallback(pl.Callback):
         # clocks, signals and the end of this process do not count.
         regular = step % self._keys.log_every_n_steps == 0 or checks or self._is_save_due(step)
         first = not self._reporter.has_started
-        needs_metrics = (
-            validates or saves or last or reason is not None or (checks and self._early_stopping is not None)
-        )
+        needs_metrics = validates or saves or last or reason is not None or (checks and self.early_stopping is not None)
         if regular and not (first or needs_metrics) and is_async(module.device):
             self._reporter.start(module, restart=True)  # only logged, so the read is deferred to avoid a sync
         elif first or regular or saves or last:
@@ -272,8 +271,8 @@ class TrainLoopCallback(pl.Callback):
                     if self._user_stops and not (last or self._flags_are_async):
                         reason = reason or self._stop.apply_flags(StopFlag.CALLBACK)
                         saves = saves or (self._save is not None and self._saves_last())
-            if checks and self._early_stopping is not None and not self.validation_pending:
-                stopping = self._check_progress(self._early_stopping, step, metrics)
+            if checks and self.early_stopping is not None and not self.validation_pending:
+                stopping = self._check_progress(self.early_stopping, step, metrics)
                 if stopping is not None and not last:
                     reason = reason or f"{STOP_REASON_PREFIX} ({stopping})"
                     saves = saves or (self._save is not None and self._saves_last())
@@ -395,8 +394,8 @@ class TrainLoopCallback(pl.Callback):
         if self._monitor.consecutive_skipped_steps and not _is_finite(module):
             raise DivergedError(f"training diverged at step {module.step}: some weights are not finite")
         state = self._monitor.state().model_copy(update={"validation_due": self.validation_pending})
-        if self._early_stopping is not None:
-            state = state.model_copy(update={"patience": self._early_stopping.state})
+        if self.early_stopping is not None:
+            state = state.model_copy(update={"patience": self.early_stopping.state})
         state = state.model_copy(update={"callbacks": self._users.state()})
         if self._expert_load is not None:
             state = state.model_copy(update={"expert_load": self._expert_load.sums})
