@@ -17,8 +17,8 @@ from ..kernels.attention.dispatch import format_selections
 from ..models.build import LanguageModel
 from ..models.parallel.layout import AXES
 from .callbacks.early_stopping import STOP_REASON_PREFIX, EarlyStopping
-from .checkpoint.reader import checkpoint_paths
-from .checkpoint.run_directory import RESOLVED_CONFIG, save_run_record
+from .checkpoint.checkpoint_paths import RESOLVED_CONFIG, checkpoint_paths
+from .checkpoint.run_directory import save_run_record
 from .config.resolved_run import ResolvedRun
 from .config.run_config import RunConfig
 from .core.run_context import RunContext, open_run

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tiny_run import tiny_config
 
+from stoker.trainer.checkpoint.reader import find_checkpoint
 from stoker.trainer.checkpoint.run_directory import open_run_directory
 from stoker.trainer.config.run_config import RunConfig
+from stoker.trainer.train import run_training
 from stoker.trainer.utils.errors import EXIT_IO, UserError
 
 
@@ -30,6 +33,33 @@ def test_the_key_that_leads_elsewhere_is_named(
     config = tiny_config(tmp_path / "run", exp_manager__resume_if_exists=False, **named)
     with pytest.raises(UserError, match=rf"already holds.*with another exp_manager\.{key}$"):
         open_run_directory(config)
+
+
+def test_checkpoints_elsewhere_are_found_and_not_forgotten(tmp_path: Path) -> None:
+    run, kept = tmp_path / "run", tmp_path / "kept"
+    place = {"exp_manager__checkpoint_callback_params": {"dirpath": str(kept)}}
+    run_training(tiny_config(run, trainer__max_steps=1, **place))
+    assert find_checkpoint(run)[0].path == kept / "step-1"
+    metrics = (run / "metrics.jsonl").read_text()
+    for resume in (True, False):
+        with pytest.raises(UserError, match=rf"dirpath={kept}, .*resume_from_checkpoint={kept}/step-1, or"):
+            run_training(tiny_config(run, exp_manager__resume_if_exists=resume))
+    assert (run / "metrics.jsonl").read_text() == metrics
+    run_training(tiny_config(run, trainer__max_steps=2, **place))
+    run_training(tiny_config(run, trainer__max_steps=3, exp_manager__resume_from_checkpoint=str(kept / "step-2")))
+    assert find_checkpoint(run)[0].path == run / "checkpoints" / "step-3"
+    nothing_saved = tmp_path / "other"
+    run_training(
+        tiny_config(nothing_saved, trainer__max_steps=4, **place, exp_manager__create_checkpoint_callback=False)
+    )
+    with pytest.raises(UserError, match="give a run directory"):
+        find_checkpoint(nothing_saved)
+    shutil.rmtree(kept)
+    run_training(tiny_config(run, trainer__max_steps=4, **place, exp_manager__resume_from_checkpoint=str(run)))
+    shutil.rmtree(kept)
+    shutil.rmtree(run / "checkpoints")
+    with pytest.raises(UserError, match=f"saved its checkpoints to {kept}, where none are now"):
+        find_checkpoint(run)
 
 
 def refuse(config: RunConfig) -> None:

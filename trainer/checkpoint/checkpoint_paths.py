@@ -13,6 +13,8 @@ from ..utils.errors import EXIT_IO, UserError
 if TYPE_CHECKING:
     from ..config.schema.exp_manager import ExpManagerBlock
 
+RESOLVED_CONFIG = "config.resolved.json"
+"""The configuration of a run, in its directory."""
 STEP_NAME = re.compile(r"step-(0|[1-9]\d{0,14})", re.ASCII)
 """Name of a checkpoint directory; not `step-011`, a copy of the user's."""
 

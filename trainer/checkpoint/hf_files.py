@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..utils.errors import UserError
+from .checkpoint_paths import RESOLVED_CONFIG
 
 CONFIG = "config.json"
 ADAPTER_CONFIG, ADAPTER_TENSORS = "adapter_config.json", "adapter_model.safetensors"
@@ -70,8 +71,8 @@ def has_weights(folder: Path) -> bool:
 
 
 def has_checkpoints(folder: Path) -> bool:
-    """Return True if a folder is a stoker checkpoint, even one without its manifest, or holds some."""
-    files = (folder / name for name in ("manifest.json", "state.json"))
+    """Return True if a folder is a stoker checkpoint, even one without its manifest, holds some, or is a run's."""
+    files = (folder / name for name in ("manifest.json", "state.json", RESOLVED_CONFIG))
     return any(map(os.path.lexists, files)) or (folder / "checkpoints").is_dir() or any(folder.glob("step-*"))
 
 

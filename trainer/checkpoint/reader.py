@@ -41,11 +41,12 @@ from ...models.peft.apply import trainable_parameters
 from ..device.bench_table import BenchTable
 from ..optim.base_optimizer import Optimizer
 from ..optim.loss_scale import LossScaleState
+from ..utils.environment import user_path
 from ..utils.errors import UserError
 from ..utils.local_shard import LocalShard, local_shards
 from ..utils.progress import Progress
 from ..utils.safetensors_io import DamagedFileError, FileRecord, TensorSpec, read_json, verify_file
-from .checkpoint_paths import STEP_NAME, checkpoint_paths
+from .checkpoint_paths import RESOLVED_CONFIG, STEP_NAME, checkpoint_paths
 from .hf_files import missing_model_hint
 from .loop_state import LoopState
 from .sharded_safetensors import FullTensors, OverlaidTensors, open_full_tensors, read_shards, shard_files
@@ -367,6 +368,18 @@ def newest_checkpoint(
     return None, damaged
 
 
+def recorded_checkpoints(run_directory: Path) -> Path:
+    """Return the directory to which the last start in a run directory saved its checkpoints."""
+    try:
+        keys = read_json(run_directory / RESOLVED_CONFIG)["exp_manager"]
+        dirpath = keys.get("create_checkpoint_callback", True) and keys["checkpoint_callback_params"]["dirpath"]
+    except (DamagedFileError, LookupError, TypeError, AttributeError):
+        dirpath = None
+    if not isinstance(dirpath, str) or not dirpath:
+        return run_directory / "checkpoints"
+    return user_path(dirpath, "exp_manager.checkpoint_callback_params.dirpath").absolute()
+
+
 def find_checkpoint(path: Path, *, with_optimizer: bool = False, verify: bool = True) -> tuple[Checkpoint, list[str]]:
     """Find the checkpoint at a path: a `step-N` directory, a directory of them, or a run directory.
 
@@ -387,12 +400,15 @@ def find_checkpoint(path: Path, *, with_optimizer: bool = False, verify: bool = 
         except DamagedFileError as error:
             raise UserError(f"checkpoint {path} cannot be used: {error}") from None
     warnings: list[str] = []
-    for directory in (path, path / "checkpoints"):
+    recorded = recorded_checkpoints(path)
+    for directory in dict.fromkeys((path, recorded, path / "checkpoints")):
         checkpoint, found = newest_checkpoint(directory, with_optimizer=with_optimizer, verify=verify)
         warnings += found
         if checkpoint is not None:
             return checkpoint, warnings
     hint = "all are damaged" if warnings else missing_model_hint(path)
+    if not warnings and recorded != path / "checkpoints":
+        hint = f"this run saved its checkpoints to {recorded}, where none are now"
     raise UserError([f"no usable checkpoint in {path}: {hint}", *warnings])
 
 

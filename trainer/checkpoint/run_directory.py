@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from ..config.override_typos import quoted_override
 from ..config.run_config import RunConfig
 from ..config.run_paths import (
     absolute_path,
@@ -26,7 +27,16 @@ from ..utils.durable_files import atomic_write
 from ..utils.environment import snapshot
 from ..utils.errors import EXIT_IO, UserError
 from ..utils.owned_files import check_owned, open_owned
-from .checkpoint_paths import cannot_write_run, check_resume_path, check_run_is_new, directory_key, file_to_copy
+from .checkpoint_paths import (
+    RESOLVED_CONFIG,
+    cannot_write_run,
+    check_resume_path,
+    check_run_is_new,
+    checkpoint_paths,
+    directory_key,
+    file_to_copy,
+)
+from .reader import recorded_checkpoints
 from .run_environment import describe_environment
 
 try:
@@ -34,8 +44,6 @@ try:
 except ImportError:  # Windows: a run directory is not locked
     fcntl = None
 
-RESOLVED_CONFIG = "config.resolved.json"
-"""The configuration of a run, in its directory."""
 LOCK_FILE = "run.lock"
 _WRITTEN = (
     *(LOCK_FILE, RESOLVED_CONFIG, "environment.json", "metrics.jsonl", "run.log", "metrics.csv", "events.jsonl"),
@@ -107,10 +115,29 @@ def open_run_directory(config: RunConfig) -> RunDirectory:
                 locks.append(_lock(checkpoints, "saves its checkpoints", "checkpoint_callback_params.dirpath"))
                 held.append(checkpoints)
             check_run_is_new(keys, checkpoints)
+            _check_same_checkpoints(keys, path, checkpoints)
         except OSError as error:
             raise cannot_write_run(error, keys.explicit_log_dir or keys.exp_dir or "runs", keys) from error
         cleanup.pop_all()
     return RunDirectory(path, checkpoints, tuple(locks), made)
+
+
+def _check_same_checkpoints(keys: ExpManagerBlock, path: Path, checkpoints: Path) -> None:
+    """Check that a start from scratch is not that of a run which saved its checkpoints elsewhere.
+
+    Raises:
+        UserError: it is; its metrics would be lost.
+    """
+    recorded = recorded_checkpoints(path)
+    saved = checkpoint_paths(recorded)
+    if saved and not checkpoint_paths(checkpoints) and not keys.resume_from_checkpoint:
+        same = quoted_override("exp_manager.checkpoint_callback_params.dirpath", str(recorded))
+        raise UserError(
+            f"the run in {path} saved its checkpoints up to {saved[-1].name} to {recorded}, but {checkpoints} holds "
+            f"none: it would start from scratch and drop its metrics; go on with {same}, or from there with "
+            f"{quoted_override('exp_manager.resume_from_checkpoint', str(saved[-1]))}, or write elsewhere with another "
+            f"exp_manager.{directory_key(keys)}"
+        )
 
 
 def save_run_record(

@@ -24,9 +24,9 @@ from ..callbacks.step_limit import StepLimit
 from ..callbacks.train_loop import SaveFunction, TrainLoopCallback, ValidateFunction
 from ..callbacks.watchdog import StepTimer, Watchdog
 from ..checkpoint.async_saver import CheckpointSaver
+from ..checkpoint.checkpoint_paths import RESOLVED_CONFIG
 from ..checkpoint.loop_state import LoopState
 from ..checkpoint.reader import EMA_WEIGHTS, FP8_SCALES, OPTIMIZER, tensors_to_save
-from ..checkpoint.run_directory import RESOLVED_CONFIG
 from ..checkpoint.run_environment import device_name
 from ..checkpoint.save_interval import SaveInterval
 from ..checkpoint.writer import CheckpointContent, apply_retention
