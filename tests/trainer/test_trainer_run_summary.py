@@ -5,10 +5,11 @@ import torch
 from resolved import build_data, build_model
 
 from stoker.models.build import num_parameters
+from stoker.models.peft.apply import trainable_parameters
 from stoker.trainer.config.load import load_run_config
 from stoker.trainer.config.resolved_run import resolve_run
 from stoker.trainer.core.run_checks import check_default_dropout, choose_attention
-from stoker.trainer.core.run_summary import describe_fp8, module_table
+from stoker.trainer.core.run_summary import describe_fp8, module_table, summarize_run
 
 CPU = torch.device("cpu")
 FROZEN = ["peft=lora", "model.restore_from_path=x"]
@@ -25,6 +26,18 @@ def test_the_table_of_modules_sums_up(model):
     numbers = [int(row[-1].replace(",", "")) for row in rows]
     assert rows[-1][0] == "total"
     assert sum(numbers[:-1]) == numbers[-1] == num_parameters(built)
+
+
+def test_trained_parameters_are_those_of_all_ranks():
+    root, of_rank = (
+        load_run_config(overrides=[*GPT, *FROZEN, "data=mock", "trainer=cpu", f"model.num_layers={layers}"]).root
+        for layers in (4, 2)
+    )
+    data = build_data(root)
+    whole, part = build_model(root, data), build_model(of_rank, data)
+    trained = sum(parameter.numel() for parameter in trainable_parameters(whole).values())
+    said = "\n".join(summarize_run(resolve_run(root), part, data, CPU, cuda_graph=False))
+    assert f"lora: {trained:,} parameters are trained ({100 * trained / num_parameters(whole):.2g} % of all)" in said
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import nn
 
-from ...models.build import LanguageModel, num_parameters
+from ...models.build import LanguageModel
 from ...models.config.families import keys_by_stack
 from ...models.config.memory import join_module_names
 from ...models.config.peft import FROZEN_SCHEMES
@@ -16,13 +16,13 @@ from ...models.layer_graphs import WARM_UP_MICRO_BATCHES
 from ...models.model_cost import count_parameters
 from ...models.parallel.schedule import bubble_fraction
 from ...models.parallel.stages import PipelineSplit
-from ...models.peft.apply import trainable_parameters
 from ...models.recompute.analysis import ineffective_recompute_messages, memory_saving_recompute, recomputed_for_offload
 from ..checkpoint.run_environment import device_name
 from ..config.captured_layers import captures_layers
 from ..config.resolved_run import ResolvedRun
 from ..data.build_datasets import Data
 from ..optim.base_optimizer import Optimizer
+from ..plan.trainable_count import count_trainable
 from ..utils.text import pluralize
 
 _OPTIMIZER_KEY, _EMA_KEY = "model.cpu_offloading_optimizer", "exp_manager.ema.cpu_offload"
@@ -45,14 +45,17 @@ def summarize_run(
     *others, last = (stack.num_layers for stack in stacks.values())
     layers = " and ".join([*map(str, others), pluralize(last, "layer")])
     width = next(iter(stacks.values())).hidden_size
-    parameters, active = num_parameters(model), count_parameters(keys, data.vocab_size, form, active=True)
-    trained = sum(parameter.numel() for parameter in trainable_parameters(model).values())
+    active = count_parameters(keys, data.vocab_size, form, active=True)
     total = count_parameters(keys, data.vocab_size, form)
     active_text = f" ({active:,} for each token)" if active < total else ""
     yield f"model {total:,} parameters{active_text}, {layers}, hidden size {width}"
     if keys.peft.is_on:
-        share = 100 * trained / parameters
-        yield f"{keys.peft.peft_scheme}: {trained:,} parameters are trained ({share:.2g} % of all), the others frozen"
+        counts = count_trainable(keys, data.vocab_size, form)  # of all ranks
+        share = 100 * counts.trainable / counts.total
+        yield (
+            f"{keys.peft.peft_scheme}: {counts.trainable:,} parameters are trained ({share:.2g} % of all), the others "
+            "frozen"
+        )
     described, peft = run.family, run.peft
     for at, stack in zip(stacks, described.stacks, strict=True):
         if (moe := stack.moe) is not None:
