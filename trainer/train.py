@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch._C._distributed_c10d import Store, TCPStore
+from torch._C._distributed_c10d import Store
 
 from ..kernels.attention.dispatch import format_selections
 from ..models.build import LanguageModel
@@ -29,7 +29,13 @@ from .core.training_state import TrainingState, build_training_state
 from .data.build_datasets import Data
 from .device.determinism import attention_flags
 from .distributed.placement import Placement
-from .distributed.process_group import DistributedContext, describe_process, init_distributed, shutdown_distributed
+from .distributed.process_group import (
+    DistributedContext,
+    describe_process,
+    init_distributed,
+    open_store,
+    shutdown_distributed,
+)
 from .evaluation.held_out_loss import EvaluationResult
 from .lightning.lightning_imports import Logger, pl
 from .lightning.lightning_trainer import fit
@@ -113,8 +119,7 @@ def train_as_rank(
     store = None
     if not has_rendezvous():  # srun sets ranks but no rendezvous
         assert placement.rendezvous is not None
-        host, port = placement.rendezvous
-        store = TCPStore(host, port, placement.world_size, is_master=placement.rank == 0)
+        store = open_store(placement.rank or 0, placement.world_size, placement.rendezvous)
     place = (placement.rank or 0, placement.world_size, placement.local_rank)
     return train_in_group(config, *place, store, callbacks=callbacks, loggers=loggers)
 

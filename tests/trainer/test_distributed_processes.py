@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from distributed_runs import DistributedRuns, records
 from forked_ranks import fork_ranks
 from tiny_run import tiny_document
-from torch._C._distributed_c10d import FileStore
+from torch._C._distributed_c10d import FileStore, TCPStore
 
 from stoker.trainer.config.load import config_from_document
 from stoker.trainer.config.schema.trainer_and_data import TrainerBlock
@@ -44,6 +45,29 @@ def test_lightning_reduces_and_broadcasts_as_asked(tmp_path):
 
     expected = [1.5, 1.5, 3.0, 2.0, 1.0, 2.0, 1.5, 3.0, "text", {"stop": [1, None]}]
     assert fork_ranks(str(tmp_path), 2, on_rank) == [expected, expected]
+
+
+def test_runs_of_a_script_under_torchrun_do_not_meet_groups_that_have_ended(tmp_path, monkeypatch):
+    store = TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
+    for name, value in (
+        ("MASTER_ADDR", "127.0.0.1"),
+        ("MASTER_PORT", store.port),
+        ("TORCHELASTIC_USE_AGENT_STORE", True),
+    ):
+        monkeypatch.setenv(name, str(value))
+
+    def on_rank(rank: int) -> list[float]:
+        sums = []
+        for _ in range(2):
+            time.sleep(rank / 2)  # the other one looks for its address meanwhile
+            init_distributed(rank, 2, rank, store=None, timeout=20)
+            for group in (dist.new_group([0, 1]), None):
+                dist.all_reduce(total := torch.tensor(1.0 + rank), group=group)
+                sums.append(float(total))
+            shutdown_distributed()
+        return sums
+
+    assert fork_ranks(str(tmp_path), 2, on_rank) == [[3.0] * 4] * 2
 
 
 def test_sigterm_to_one_rank_stops_all_after_the_same_step(tmp_path, forks):

@@ -13,20 +13,43 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import reduce
+from functools import cache, reduce
+from itertools import count
 from operator import or_
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import Store
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from ..utils.errors import EXIT_FAILURE, UserError
 
 # called so since torch 2.13, under which their older names warn
 all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+_runs = count()
+
+
+@cache
+def _launcher_store(rank: int, world_size: int, address: tuple[str, int] | None) -> Store:
+    if address is None:
+        return next(dist.rendezvous("env://", rank, world_size))[0]
+    return TCPStore(*address, world_size, is_master=rank == 0)
+
+
+def open_store(rank: int, world_size: int, address: tuple[str, int] | None = None) -> Store:
+    """Open the store of the next run of ranks that torchrun or srun has started.
+
+    The store of a script lasts for all its runs, whose process groups torch gives the same names: without a prefix of
+    its own a run would read the addresses of groups that have ended, and wait for ever.
+
+    Args:
+        address: of rank 0; None uses MASTER_ADDR and MASTER_PORT, as set by torchrun.
+    """
+    return PrefixStore(f"run-{next(_runs)}", _launcher_store(rank, world_size, address))
 
 
 def _exit_hung(line: str) -> None:
@@ -144,7 +167,7 @@ def init_distributed(
     """Initialize the process group: gloo for CPU tensors, NCCL for CUDA tensors.
 
     Args:
-        store: rendezvous store; None uses MASTER_ADDR and MASTER_PORT, as set by torchrun.
+        store: rendezvous store; None uses torchrun's.
         timeout: timeout of collectives in seconds.
     """
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
@@ -152,6 +175,9 @@ def init_distributed(
     if device is not None:
         torch.cuda.set_device(device)
     limit = timedelta(seconds=timeout)
+    if store is None:
+        store = open_store(rank, world_size)
+        store.set_timeout(limit)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit)
     return DistributedContext(rank, world_size, local_rank, limit)
 
