@@ -64,7 +64,7 @@ def test_runs_of_a_script_under_torchrun_do_not_meet_groups_that_have_ended(tmp_
             for group in (dist.new_group([0, 1]), None):
                 dist.all_reduce(total := torch.tensor(1.0 + rank), group=group)
                 sums.append(float(total))
-            shutdown_distributed()
+        shutdown_distributed()  # not of the first run, as if it had failed
         return sums
 
     assert fork_ranks(str(tmp_path), 2, on_rank) == [[3.0] * 4] * 2

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch.distributed.rendezvous import rendezvous
 
 from ..utils.errors import EXIT_FAILURE, UserError
 
@@ -29,14 +30,14 @@ from ..utils.errors import EXIT_FAILURE, UserError
 all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-
 _runs = count()
+_own_groups: list[Any] = []  # the default group of a run that goes on or has failed
 
 
 @cache
 def _launcher_store(rank: int, world_size: int, address: tuple[str, int] | None) -> Store:
     if address is None:
-        return next(dist.rendezvous("env://", rank, world_size))[0]
+        return next(rendezvous("env://", rank, world_size))[0]
     return TCPStore(*address, world_size, is_master=rank == 0)
 
 
@@ -164,7 +165,7 @@ class DistributedContext:
 def init_distributed(
     rank: int, world_size: int, local_rank: int, *, store: Store | None, timeout: float
 ) -> DistributedContext:
-    """Initialize the process group: gloo for CPU tensors, NCCL for CUDA tensors.
+    """Initialize the process group: gloo for CPU tensors, NCCL for CUDA tensors; end that of a run that has failed.
 
     Args:
         store: rendezvous store; None uses torchrun's.
@@ -178,13 +179,17 @@ def init_distributed(
     if store is None:
         store = open_store(rank, world_size)
         store.set_timeout(limit)
+    if dist.is_initialized() and dist.group.WORLD in _own_groups:
+        shutdown_distributed()
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit)
+    _own_groups[:] = [dist.group.WORLD]
     return DistributedContext(rank, world_size, local_rank, limit)
 
 
 def shutdown_distributed() -> None:
     """Destroy the process group."""
     if dist.is_initialized():
+        _own_groups.clear()
         dist.destroy_process_group()
 
 
