@@ -130,7 +130,7 @@ def theirs(name: str, folder: Path, **fields: Any) -> tuple[Any, Path]:
                 "r": 4,
                 "target_modules": ["gate_proj", "k_proj"],
                 "rank_pattern": {"k_proj": 2},
-                "alpha_pattern": {"k_proj": 7},
+                "alpha_pattern": {r"^model.layers\.0.self_attn.k_proj": 5, "k_proj": 7, "self_attn.k_proj": 9},
             },
         ),
         ("gpt2", {"r": 3, "target_modules": ["c_attn", "c_fc"], "fan_in_fan_out": True}),
@@ -168,6 +168,7 @@ def test_their_adapter_is_the_same_model_here(name: str, fields: dict[str, Any],
         ({"peft_type": "VERA"}, "`peft_type` (VERA) must be LORA or IA3"),
         ({"lora_alpha": "__import__"}, "`lora_alpha`"),
         ({"alpha_pattern": ["q_proj"]}, "`alpha_pattern`"),
+        ({"alpha_pattern": {"layers.[01].*q_proj": 3}}, "a regular expression; write the names"),
     ],
 )
 @THEIR_WARNINGS
@@ -195,6 +196,10 @@ def test_tensors_that_do_not_fit_are_listed(tmp_path: Path) -> None:
     save_file({key.replace("q_proj", "x_proj"): tensor for key, tensor in tensors.items()}, file)
     with pytest.raises(UserError, match="x_proj is not a linear layer of this model"):
         convert(folder, tmp_path / "ours", base=base)
+    save_file({**tensors, "base_model.model.lm_head.lora_magnitude_vector": torch.ones(8)}, file)
+    with pytest.raises(UserError) as caught:
+        convert(folder, tmp_path / "ours", base=base)
+    assert [line.split()[0] for line in caught.value.lines[1:]] == ["lm_head.lora_magnitude_vector"]
     save_file({**tensors, first: tensors[first].to(torch.int32)}, file)
     with pytest.raises(UserError, match="lora_A"):
         convert(folder, tmp_path / "ours", base=base)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +39,8 @@ _SUPPORTED_VALUES: Mapping[str, tuple[Any, ...]] = {
 }
 """Fields that change the adapter, with their supported values."""
 _FIELD_TYPES: Mapping[str, Any] = {"lora_alpha": (int, float), "lora_dropout": (int, float), "alpha_pattern": dict}
+_PLAIN_PATTERN = re.compile(r"\^?(\w|-|\\?\.)+")
+"""Names of modules in `alpha_pattern`. Other regular expressions could take forever: the file is untrusted."""
 _PROJECTIONS = {
     "attention.qkv": "attention_qkv",
     "cross_attention.query": "attention_qkv",
@@ -89,6 +92,13 @@ def read_peft_folder(path: Path) -> PeftFolder:
     for name, kind in _FIELD_TYPES.items():
         if config.get(name) is not None and (not isinstance(config[name], kind) or config[name] is True):
             problems.append(f"{ADAPTER_CONFIG}: `{name}` ({format_value(config[name])}) has an invalid type")
+    patterns = config.get("alpha_pattern")
+    problems += [
+        f"{ADAPTER_CONFIG}: `alpha_pattern` names {format_value(name)}, a regular expression; write the names that it "
+        "matches, each with its alpha"
+        for name in (patterns if isinstance(patterns, dict) else ())
+        if not _PLAIN_PATTERN.fullmatch(name)
+    ]
     if config.get("peft_type") not in ("LORA", "IA3"):
         problems.append(f"{ADAPTER_CONFIG}: `peft_type` ({format_value(config.get('peft_type'))}) must be LORA or IA3")
     file = resolve_in_folder(path, ADAPTER_TENSORS)
@@ -105,11 +115,18 @@ def read_peft_folder(path: Path) -> PeftFolder:
     except DamagedFileError as error:
         raise UserError(f"{path}: {error}") from None
     wanted = {"lora_A.weight", "lora_B.weight"} if config["peft_type"] == "LORA" else {"ia3_l"}
-    wrong = [f"{module}.{kind}" for module, kinds in modules.items() for kind in sorted(set(kinds) ^ wanted)]
+    wrong = [module for module, kinds in modules.items() if "?" in kinds]
+    wrong += [
+        f"{module}.{kind}"
+        for module, kinds in modules.items()
+        if "?" not in kinds
+        for kind in sorted(set(kinds) ^ wanted)
+    ]
     wrong += [
         f"{module}.{kind}"
         for module, kinds in modules.items()
         for kind, tensor in kinds.items()
+        if kind in wanted
         if not tensor.is_floating_point() or tensor.ndim != 2 or not tensor.numel()
     ]
     wrong += [] if modules else ["any tensor"]
@@ -307,8 +324,10 @@ def _scale(folder: PeftFolder, module: str) -> float:
     rank = len(folder.tensors[module]["lora_A.weight"])
     alpha = config.get("lora_alpha", 8)
     for pattern, value in (config.get("alpha_pattern") or {}).items():
-        if module == pattern or module.endswith(f".{pattern}"):
+        name = pattern.replace("\\.", ".")
+        if module == name.removeprefix("^") or module.endswith(f".{name}"):
             alpha = value
+            break  # as in peft, the first one counts
     if not isinstance(alpha, int | float) or isinstance(alpha, bool) or not math.isfinite(alpha):
         raise UserError(f"{folder.path}: {ADAPTER_CONFIG}: `lora_alpha` ({format_value(alpha)}) must be a number")
     return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
