@@ -82,6 +82,17 @@ def test_an_adapter_is_the_same_model_in_peft_and_merged(name: str, scheme: str,
         assert all(torch.equal(first[key], again[key]) for key in first)
 
 
+@pytest.mark.parametrize("to", ["hf", "stoker"])
+def test_merging_in_a_wider_dtype_does_not_round_to_that_of_the_base(to: str, tmp_path: Path) -> None:
+    base = base_folder("llama", tmp_path / "llama")
+    save_file({key: tensor.bfloat16() for key, tensor in tensors_of(base).items()}, base / "model.safetensors")
+    run = finetune(base, tmp_path / "run", DRAWN).directory
+    convert(run, tmp_path / "merged", merge=True, to=to, dtype=torch.float32)
+    tokens = some_tokens()
+    ours, merged = (our_logits(load_model(folder, "cpu"), tokens) for folder in (run, tmp_path / "merged"))
+    torch.testing.assert_close(merged, ours, atol=1e-5, rtol=1e-5)
+
+
 @pytest.mark.parametrize("name", ["gpt2", *extra("llama")])
 @THEIR_WARNINGS
 def test_virtual_tokens_are_the_same_in_peft(name: str, tmp_path: Path) -> None:

@@ -16,14 +16,20 @@ from ..data.tokenizers.tokenizer import Tokenizer
 from ..utils.errors import UserError
 from .from_hf import build_meta_model
 from .pretrained import PretrainedWeights, check_same_base
-from .tensor_source import ComputedTensors, TensorSource
+from .tensor_source import ComputedTensors, TensorSource, cast_tensors
 
 
 @contextmanager
 def open_merged(
-    checkpoint: Checkpoint, run: ResolvedRun, tokenizer: Tokenizer, base: PretrainedWeights
+    checkpoint: Checkpoint,
+    run: ResolvedRun,
+    tokenizer: Tokenizer,
+    base: PretrainedWeights,
+    dtype: torch.dtype | None,
 ) -> Iterator[TensorSource]:
     """Open the parameters of the merged model, computed one at a time; merging is done in at least fp32.
+
+    They have the dtype of the base, or `dtype`; None keeps that of each.
 
     Raises:
         UserError: the base differs, or the adapter cannot be merged.
@@ -40,11 +46,16 @@ def open_merged(
     modules = {name: module for name, module in model.named_modules() if isinstance(module, PeftModule)}
     with checkpoint.open_weights() as held, base.open_tensors() as tensors:
         adapter = {name: held.read(name) for name in held.specs}
-        yield ComputedTensors(tensors.specs, lambda name: _merged(name, tensors.read(name), adapter, modules))
+
+        def merged(name: str) -> Tensor:
+            weight = tensors.read(name)  # in the wider dtype, so that `cast_tensors` rounds the sum, and only once
+            return _merged(name, weight.to(torch.promote_types(weight.dtype, dtype or weight.dtype)), adapter, modules)
+
+        yield cast_tensors(ComputedTensors(tensors.specs, merged), dtype)
 
 
 def _merged(name: str, weight: Tensor, adapter: Mapping[str, Tensor], modules: Mapping[str, PeftModule]) -> Tensor:
-    """Return a merged parameter in the base dtype.
+    """Return a merged parameter in the dtype of `weight`.
 
     Args:
         weight: the base parameter.

@@ -97,7 +97,7 @@ def convert_to_hf(
     ours = checkpoint_tokenizer(checkpoint)
     check_model_size(checkpoint, run, model_vocab_size(run.data.vocab_size, ours), base)
     outgoing = choose_architecture(run, ours, model_type)
-    opened = checkpoint.open_weights() if base is None else open_merged(checkpoint, run, ours, base)
+    opened = checkpoint.open_weights() if base is None else open_merged(checkpoint, run, ours, base, dtype)
     with damage_as_user_error(checkpoint), opened as tensors:
         _check_weights(checkpoint, outgoing, tensors)
         with atomic_folder(target, overwrite=overwrite) as folder:
