@@ -8,7 +8,6 @@ Text is tokenized as by the harness's model type `hf`, so a converted model gets
 from __future__ import annotations
 
 import json
-import weakref
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
@@ -136,7 +135,6 @@ class StokerLM(TemplateLM):
             raise UserError("lm-eval: tasks with a gen_prefix are not supported")
         if self._renderer is None:
             self._renderer = self._chat.start_renderer()
-            weakref.finalize(self, self._renderer.close)
         return self._renderer.render_prompt(chat_history)
 
     @cached_property
