@@ -21,6 +21,7 @@ import loop_overhead
 import lora_step
 import memory_modes
 import moe_step
+import step_floor
 import t5_step
 import training_step
 from report_plot import draw
@@ -119,6 +120,12 @@ TABLES: dict[str, Table] = {
             runs(model.titles),
             lambda row, name=name: row["model"] == name,
             model.overrides,
+        )
+        for name, model in training_step.MODELS.items()
+    },
+    **{
+        f"step_floor_{name}": Table(
+            "step_floor.jsonl", runs(step_floor.TITLES), lambda row, name=name: row["model"] == name, model.overrides
         )
         for name, model in training_step.MODELS.items()
     },
