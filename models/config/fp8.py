@@ -107,11 +107,6 @@ class Fp8Slice:
         return replace(self.recipe, scaling="delayed")
 
     @property
-    def keeps_scales(self) -> bool:
-        """True if scales of former steps are used, which checkpoints hold."""
-        return self.attention or self.recipe.scaling == "delayed"
-
-    @property
     def expert_recipe(self) -> Fp8Recipe:
         """Recipe of experts, which multiply by stoker's own kernels: those have no delayed scaling, and let the tensor
         cores accumulate the products of the backward too, which changes no digit of their error that counts
