@@ -90,6 +90,7 @@ HAND_MADE = [
     [f"{RUN}.create_early_stopping_callback=true", "trainer.limit_val_batches=0"],
     [f"{RUN}.create_early_stopping_callback=true", "trainer.max_steps=10"],
     [f"{RUN}.checkpoint_callback_params.save_top_k=0", f"{RUN}.checkpoint_callback_params.save_last=false"],
+    [f"{RUN}.checkpoint_callback_params.mode=max"],
     [f"{RUN}.ema.enable=true", f"{RUN}.ema.every_n_steps=200000"],
     [f"{RUN}.resume_from_checkpoint=a", f"{RUN}.create_wandb_logger=true"],
     ["trainer.max_time='00:00:00:00'"],

@@ -18,6 +18,7 @@ from stoker.trainer.config.run_config import RunConfig
 from stoker.trainer.config.schema.key_index import schema_keys
 from stoker.trainer.utils.environment import format_variable
 
+BEST, STOPPING = "exp_manager.checkpoint_callback_params", "exp_manager.early_stopping_callback_params"
 SCHED = "model.optim.sched"
 KWARGS = "model.data.dataset_kwargs"
 
@@ -135,6 +136,10 @@ def test_accepted(overrides: list[str]) -> None:
             ["exp_manager.create_checkpoint_callback=false", "exp_manager.checkpoint_callback_params.save_top_k=1"],
             "exp_manager.checkpoint_callback_params.save_top_k",
         ),
+        ([f"{BEST}.mode=max"], f"{BEST}.mode"),
+        ([f"{BEST}.mode=max", f"{BEST}.monitor=bits_per_byte"], f"{BEST}.mode"),
+        ([f"{BEST}.mode=max", f"{BEST}.monitor=grad_norm"], "nothing"),
+        ([f"{STOPPING}.mode=max", "exp_manager.create_early_stopping_callback=true"], f"{STOPPING}.mode"),
         (["model.position_embedding_type=none", "model.rotary_base=5000"], "model.rotary_base"),
         (["model.position_embedding_type=Kerple"], "model.position_embedding_type"),
         *(

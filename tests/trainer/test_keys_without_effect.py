@@ -107,7 +107,7 @@ def test_an_adapter_on_random_weights_is_told(overrides: list[str], warns: bool)
 
 @pytest.mark.parametrize("kept", [-1, 0])
 def test_ranks_that_choose_no_checkpoint_are_told(kept: int) -> None:
-    given = [f"{CALLBACK}monitor=loss", f"{CALLBACK}mode=max", f"{CALLBACK}save_top_k={kept}"]
+    given = [f"{CALLBACK}monitor=grad_norm", f"{CALLBACK}mode=max", f"{CALLBACK}save_top_k={kept}"]
     found = load(*given).findings
     assert [(one.level, one.keys[0]) for one in found] == [("info", CALLBACK + "monitor"), ("info", CALLBACK + "mode")]
 
@@ -135,7 +135,7 @@ def test_ranks_that_choose_no_checkpoint_are_told(kept: int) -> None:
         [f"{DATA}validation_drop_last=true"],
         [f"{CALLBACK}save_top_k=-1"],
         [f"{CALLBACK}save_top_k=-1", f"{CALLBACK}monitor=val_loss", f"{CALLBACK}mode=min"],
-        [f"{CALLBACK}monitor=loss", f"{CALLBACK}mode=max"],
+        [f"{CALLBACK}monitor=grad_norm", f"{CALLBACK}mode=max"],
         [
             "exp_manager.create_checkpoint_callback=false",
             "exp_manager.resume_if_exists=true",

@@ -9,7 +9,7 @@ from ....models.config.key_block import Finding
 from ...loggers.logger_backends import BACKENDS
 from ...utils.redaction import holds_secret, is_secret
 from ...utils.text import parse_duration, pluralize
-from ..schema.exp_manager import TRAINING_METRICS
+from ..schema.exp_manager import METRICS, TRAINING_METRICS
 from .rule_context import RuleContext, is_changed, no_effect, step_limit
 
 _AT = "exp_manager"
@@ -147,6 +147,22 @@ def checkpoint_ranking_is_used(context: RuleContext) -> Iterator[Finding]:
                 f"`{name}` ({getattr(params, name)}) ranks no checkpoints and acts only in the table of a sweep: "
                 f"`save_top_k` ({params.save_top_k}) {effect}",
                 f"{_CALLBACK}.save_top_k=3",
+            )
+
+
+def monitored_losses_are_lowest_when_best(context: RuleContext) -> Iterator[Finding]:
+    """Warn of `mode` max for a metric that falls as a model gets better."""
+    manager = context.root.exp_manager
+    kept = manager.checkpoint_callback_params
+    for path, params, is_used, what in (
+        (_CALLBACK, kept, manager.create_checkpoint_callback and kept.save_top_k > 0, "keeps the checkpoints with"),
+        (_STOPPING, manager.early_stopping_callback_params, manager.create_early_stopping_callback, "waits for"),
+    ):
+        if is_used and params.mode == "max" and params.monitor in METRICS and params.monitor != "grad_norm":
+            yield Finding.warning(
+                (f"{path}.mode", f"{path}.monitor"),
+                f"`mode` (max) {what} the highest `{params.monitor}`, which is the worst",
+                f"{path}.mode=min",
             )
 
 
