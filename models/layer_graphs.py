@@ -163,6 +163,8 @@ class _CapturedPart:
     def capture_backward(self, capture: Capture, memory: Callable[[int, Tensor], Tensor]) -> None:
         """Capture the backward pass; `memory` returns memory that all layers share, by number, like a tensor."""
         self._given = [memory(number, each) for number, each in enumerate(x for x in self.results if x.requires_grad)]
+        if not self._given:  # nothing up to here is trained
+            return
         inputs = len(self._differentiable)
         known: list[bool] = []
 

@@ -217,7 +217,7 @@ RUNS: dict[tuple[str, int], list[str]] = {
         "zero1, graphs",
     ],
     ("bert", 2): [*DENSE, "ddp, graphs"],
-    ("lora", 2): SOME,
+    ("lora", 2): [*SOME, "zero1, graphs"],
     ("recompute", 2): [*SOME, "ddp"],
     ("selective", 2): ["full", "sequence", "p2p"],
     ("offload", 2): ["ddp", "zero1", "grad", "sequence"],

@@ -162,6 +162,18 @@ def test_layers_up_to_their_experts(monkeypatch: pytest.MonkeyPatch, keys: dict[
     assert [each.replays for each in captured] == [8 - WARM_UP_MICRO_BATCHES] * 2 * 3
 
 
+@pytest.mark.parametrize("keys", [{}, {"position_embedding_type": "relative"}])
+def test_layers_that_need_no_backward_pass_have_none(keys: dict[str, Any]) -> None:
+    """As with adapters of the later layers alone."""
+    ours, theirs, captured = gpt(**keys), gpt(**keys), list[Recorded]()
+    for model in (ours, theirs):
+        model.requires_grad_(False)
+        model.stacks[0].layers[1].requires_grad_(True)
+    capture_all(ours, recorder(captured))
+    assert_equal(run_passes(ours, 8, gpt_batch), run_passes(theirs, 8, gpt_batch))
+    assert [each.replays for each in captured] == [8 - WARM_UP_MICRO_BATCHES] * 5  # three forward, two backward
+
+
 def test_each_shape_is_captured_after_its_own_warm_up() -> None:
     ours, theirs, captured = gpt(), gpt(), list[Recorded]()
     capture_all(ours, recorder(captured))
