@@ -61,7 +61,7 @@ from .parallel.traffic import Collective, recomputed
 
 
 class RoutedTokens(NamedTuple):
-    """What a layer has computed before its experts run.
+    """Results of a layer up to its experts.
 
     Attributes:
         residual: residual stream (batch, tokens, hidden_size).

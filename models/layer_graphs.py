@@ -38,7 +38,7 @@ graphs of a function have memory in common and are replayed in the order of thei
 
 
 class LayerPart(NamedTuple):
-    """What is captured of a layer.
+    """Part of a layer that is captured.
 
     Attributes:
         run: function of tuples of tensors and of constants, the residual stream first; it returns likewise.
@@ -82,7 +82,7 @@ class _Arguments(NamedTuple):
 
     @property
     def key(self) -> Any:
-        """What must be equal for the same graphs."""
+        """Key of the graphs: arguments with equal ones have the same."""
         return str(self.structure), tuple(self.leaves), tuple(self.inputs)
 
 

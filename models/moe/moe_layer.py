@@ -131,7 +131,7 @@ class MoE(RecomputableModule):
         return self.run_experts(tokens, routing, residual, dropout), routing.statistics
 
     def route(
-        self, hidden: Tensor, real: Tensor | None, batch: int, dropout: LayerDropout | None, use_capacity: bool = True
+        self, hidden: Tensor, real: Tensor | None, batch: int, dropout: LayerDropout | None, use_capacity: bool
     ) -> Routing:
         """Choose the experts of tokens (batch, tokens, hidden_size); others as in `forward_with_statistics`.
 

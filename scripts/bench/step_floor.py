@@ -14,12 +14,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import training_step
 from attention_peers import PEERS as ATTENTION
 from attention_peers import Shape as Call
 from peers import Shape
-from rounds import Length, Row, result, run_benchmark, stoker_result, time_windows
+from rounds import Length, Row, result, run_benchmark, time_windows
 from torch import Tensor
-from training_step import MODELS
 
 from stoker.kernels.timing import Event, in_turns, record_event
 
@@ -110,11 +110,10 @@ def floor(shape: Shape, *, gated: bool) -> list[float]:
 
 def measure(name: str, case: str) -> Row:
     """Run one contender in this process."""
-    model = MODELS[case]
-    tokens = model.shape.micro_batch * model.shape.sequence
     if name == "stoker":
-        return stoker_result(name, model.overrides, Length(), tokens)
-    return result(name, floor(model.shape, gated=GATED_AND_UNTIED[case]), tokens)
+        return training_step.measure(name, case)
+    shape = training_step.MODELS[case].shape
+    return result(name, floor(shape, gated=GATED_AND_UNTIED[case]), shape.micro_batch * shape.sequence)
 
 
 if __name__ == "__main__":
@@ -125,5 +124,5 @@ if __name__ == "__main__":
         measure,
         lambda case: [f"step_floor_{case}"],
         option="--model",
-        cases=list(MODELS),
+        cases=list(training_step.MODELS),
     )

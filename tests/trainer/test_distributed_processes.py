@@ -110,7 +110,7 @@ def test_ranks_that_are_dealt_out_over_the_machines_are_refused(names):
 
 
 BATCH = {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0", "SLURM_NTASKS": "4"}
-"""What SLURM sets in a batch script, where nothing has started a process for each device."""
+"""Variables of SLURM in a batch script, where nothing has started a process for each device."""
 
 
 def test_a_batch_script_without_srun_starts_its_processes_itself():

@@ -364,7 +364,7 @@ ROWS = [
 
 
 BEFORE: dict[str, Any] = {}
-"""What was seen of a configuration that rows have in common."""
+"""Observations of a configuration that rows have in common."""
 
 
 FIRST = {row.key: row for row in reversed(ROWS)}.values()

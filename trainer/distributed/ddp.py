@@ -19,7 +19,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from operator import methodcaller
 from typing import Any, NamedTuple
 
 import torch
@@ -124,13 +123,14 @@ class ReplicatedDataParallel(DataParallel):
         self._passed = [0] * len(self._units)
         self._pending = [len(unit.parameters) for unit in self._units]
         for number, unit in enumerate(self._units):
+            on_gradient = self._hook(partial(ReplicatedDataParallel._on_gradient, unit=number))
             for parameter in unit.parameters:
-                parameter.register_post_accumulate_grad_hook(self._hook(methodcaller("_on_gradient", number)))
+                parameter.register_post_accumulate_grad_hook(on_gradient)
         if self._overlaps_gather:
             number_of = {parameter: number for number, unit in enumerate(self._units) for parameter in unit.parameters}
             for layer in (layer for stack in model.stacks for layer in stack.layers):
                 own = sorted({number_of[parameter] for parameter in layer.parameters() if parameter in number_of})
-                layer.register_forward_pre_hook(self._hook(methodcaller("_wait_for", own)))
+                layer.register_forward_pre_hook(self._hook(partial(ReplicatedDataParallel._wait_for, units=own)))
                 self._in_layers.update(own)
 
     def before_step(self, micro_batches: int) -> None:
