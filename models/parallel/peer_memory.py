@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -21,12 +22,12 @@ class Memory(Protocol):
     rank: int
     of_rank: list[Tensor]
 
-    def write(self, rank: int, offset: int, value: int) -> None:
-        """Write a counter (int32) into the memory of a rank after what the current stream has written there."""
+    def write(self, ranks: Sequence[int], offset: int, value: int) -> None:
+        """Write a counter (int32) into the memory of ranks after what the current stream has written there."""
         ...
 
-    def wait(self, offset: int, value: int) -> None:
-        """Make the current stream wait until a counter in the memory of this rank has reached a value."""
+    def wait(self, offsets: Sequence[int], value: int) -> None:
+        """Make the current stream wait until all these counters in the memory of this rank have reached a value."""
         ...
 
     def meet(self, value: int) -> None:

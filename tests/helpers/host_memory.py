@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -28,17 +29,17 @@ class HostMemory:
         directory.mkdir(exist_ok=True)
         return HostMemory(directory, self.rank, self._size, num_bytes)
 
-    def write(self, rank: int, offset: int, value: int) -> None:
-        self.of_rank[rank][offset : offset + 4].view(torch.int32).fill_(value)
+    def write(self, ranks: Sequence[int], offset: int, value: int) -> None:
+        for rank in ranks:
+            self.of_rank[rank][offset : offset + 4].view(torch.int32).fill_(value)
 
-    def wait(self, offset: int, value: int) -> None:
-        counter = self.of_rank[self.rank][offset : offset + 4].view(torch.int32)
-        while int(counter) < value:
-            time.sleep(1e-4)
+    def wait(self, offsets: Sequence[int], value: int) -> None:
+        for offset in offsets:
+            counter = self.of_rank[self.rank][offset : offset + 4].view(torch.int32)
+            while int(counter) < value:
+                time.sleep(1e-4)
 
     def meet(self, value: int) -> None:
         others = [rank for rank in range(self._size) if rank != self.rank]
-        for rank in others:
-            self.write(rank, self.rank * COUNTER_BYTES, value)
-        for rank in others:
-            self.wait(rank * COUNTER_BYTES, value)
+        self.write(others, self.rank * COUNTER_BYTES, value)
+        self.wait([rank * COUNTER_BYTES for rank in others], value)

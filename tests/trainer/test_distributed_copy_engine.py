@@ -35,7 +35,8 @@ from stoker.trainer.utils.local_shard import local_tensor
 
 CPU = torch.device("cpu")
 
-SHAPES = [(12, 5), (12,), (24, 3), (60, 7)]
+SHAPES = [(12, 5), (48, 4), (12,), (96,), (24, 3), (60, 7)]
+"""The second and the fourth are joined."""
 ROUNDS = 3
 
 
@@ -242,7 +243,7 @@ def test_ranks_that_meet_write_to_all_others_before_they_wait(monkeypatch: pytes
     monkeypatch.setattr(copy_engine.PeerMemory, "_stream", 7)
     memory = object.__new__(copy_engine.PeerMemory)
     memory.rank, memory._pointers = 1, [1000, 2000, 3000]
-    memory._meeting = memory._operations_of_meet()
+    memory._arrays = {}
     for value in (1, 2):
         memory.meet(value)
         operations = [(2, 1064), (2, 3064), (1, 2000), (1, 2128)]  # CUDA: 2 writes, 1 waits

@@ -33,6 +33,12 @@ SLOTS = 2
 SLOT_BYTES = 128 << 20
 """Bytes of a piece from all ranks: the weights of a layer of 67 million parameters in bf16."""
 
+JOINED_BYTES = 2 << 20
+"""Tensors of which a rank has fewer bytes are joined: that takes the GPU less time than copying each takes the host."""
+
+JOINED_ELEMENTS = 8
+"""The elements of these are a multiple of it, so that each begins at a multiple of 16 bytes."""
+
 
 class PeerMemory:
     """Symmetric memory of the GPUs of a group, see `Memory`; a collective of its ranks.
@@ -59,47 +65,54 @@ class PeerMemory:
         self._own = own
         self._pointers = list(handle.buffer_ptrs)
         self.of_rank = [handle.get_buffer(rank, (num_bytes,), torch.uint8) for rank in range(ranks.world_size)]
-        self._meeting = self._operations_of_meet()
+        self._arrays: dict[tuple[tuple[int, int], ...], Any] = {}
         dist.barrier(group=group, device_ids=[device.index or 0])  # all are zeroed before one writes
 
-    def write(self, rank: int, offset: int, value: int) -> None:
+    def write(self, ranks: Sequence[int], offset: int, value: int) -> None:
         """Write a counter, see `Memory`."""
-        self._run("cuStreamWriteValue32_v2", rank, offset, value)
+        self._run(self._writes(ranks, offset), value)
 
-    def wait(self, offset: int, value: int) -> None:
-        """Make the current stream wait for a counter, see `Memory`."""
-        self._run("cuStreamWaitValue32_v2", self.rank, offset, value)  # flags 0: greater or equal
+    def wait(self, offsets: Sequence[int], value: int) -> None:
+        """Make the current stream wait for counters, see `Memory`."""
+        self._run(self._waits(offsets), value)
 
     def meet(self, value: int) -> None:
-        """Make the current stream wait for all ranks, see `Memory`: one call of the driver is less work of the host."""
-        for operation in self._meeting:
-            operation.value = value
-        function, address = "cuStreamBatchMemOp_v2", ctypes.addressof(self._meeting)
-        code = _driver_function(function)(self._stream, len(self._meeting), address, 0)
-        self._check(function, code, cure="model.moe_token_dispatcher_type=alltoall")
-
-    def _operations_of_meet(self) -> Any:
+        """Make the current stream wait for all ranks, see `Memory`."""
         others = [rank for rank in range(len(self._pointers)) if rank != self.rank]
-        written = [(_WRITE_VALUE_32, self._pointers[rank] + self.rank * COUNTER_BYTES) for rank in others]
-        awaited = [(_WAIT_VALUE_32, self._pointers[self.rank] + rank * COUNTER_BYTES) for rank in others]
-        return (_MemoryOperation * (2 * len(others)))(*(_MemoryOperation(*each) for each in (*written, *awaited)))
+        awaited = self._waits([rank * COUNTER_BYTES for rank in others])
+        cure = "model.moe_token_dispatcher_type=alltoall"
+        self._run((*self._writes(others, self.rank * COUNTER_BYTES), *awaited), value, cure)
+
+    def _writes(self, ranks: Sequence[int], offset: int) -> tuple[tuple[int, int], ...]:
+        return tuple((_WRITE_VALUE_32, self._pointers[rank] + offset) for rank in ranks)
+
+    def _waits(self, offsets: Sequence[int]) -> tuple[tuple[int, int], ...]:
+        return tuple((_WAIT_VALUE_32, self._pointers[self.rank] + offset) for offset in offsets)
+
+    def _run(
+        self, operations: tuple[tuple[int, int], ...], value: int, cure: str = "model.copy_engine_collectives=False"
+    ) -> None:
+        """Enqueue operations at these addresses in this order: one call of the driver is less work of the host."""
+        if operations not in self._arrays:
+            self._arrays[operations] = (_MemoryOperation * len(operations))(
+                *(_MemoryOperation(*each) for each in operations)
+            )
+        array = self._arrays[operations]
+        for operation in array:
+            operation.value = value
+        function = "cuStreamBatchMemOp_v2"
+        code = _driver_function(function)(self._stream, len(array), ctypes.addressof(array), 0)
+        if code:
+            raise RuntimeError(f"{function} failed with CUDA error {code}; set {cure}")
 
     def allocate(self, num_bytes: int) -> PeerMemory:
         """Return more memory of the same ranks, see `Memory`."""
         return PeerMemory(self._ranks, self._device, num_bytes)
 
-    def _run(self, function: str, rank: int, offset: int, value: int) -> None:
-        self._check(function, _driver_function(function)(self._stream, self._pointers[rank] + offset, value, 0))
-
     @property
     def _stream(self) -> int:
         """The current stream; it is asked for some hundred times in a step."""
         return torch._C._cuda_getCurrentRawStream(self._index)  # pyright: ignore[reportAttributeAccessIssue]
-
-    @staticmethod
-    def _check(function: str, code: int, cure: str = "model.copy_engine_collectives=False") -> None:
-        if code:
-            raise RuntimeError(f"{function} failed with CUDA error {code}; set {cure}")
 
 
 _WAIT_VALUE_32, _WRITE_VALUE_32 = 1, 2
@@ -120,11 +133,14 @@ class _MemoryOperation(ctypes.Structure):
 
 @cache
 def _driver_function(name: str) -> Any:
-    """Return a function of the CUDA driver for one or a batch of stream memory operations; it returns an error code."""
+    """Return a function of the CUDA driver for a batch of stream memory operations; it returns an error code."""
     function = getattr(ctypes.CDLL("libcuda.so.1"), name)
-    several = [ctypes.c_void_p, ctypes.c_uint, ctypes.c_void_p, ctypes.c_uint]  # stream, number, address, flags
-    one = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint]  # stream, address, value, flags
-    function.argtypes = several if "Batch" in name else one
+    function.argtypes = [
+        ctypes.c_void_p,
+        ctypes.c_uint,
+        ctypes.c_void_p,
+        ctypes.c_uint,
+    ]  # stream, number, address, flags
     return function
 
 
@@ -180,6 +196,44 @@ class _Segment(NamedTuple):
         return slice(self.offset, self.offset + self.stop - self.start)
 
 
+class _Joining(NamedTuple):
+    """Which of some tensors are joined into one.
+
+    Attributes:
+        sizes: elements of each.
+        groups: numbers of those in each joined tensor; of a tensor alone just its own.
+    """
+
+    sizes: list[int]
+    groups: list[list[int]]
+
+    @staticmethod
+    def of(sizes: list[int], itemsize: int) -> _Joining:
+        """Join the small ones of tensors of these sizes."""
+        joined = [n for n, size in enumerate(sizes) if size * itemsize < JOINED_BYTES and size % JOINED_ELEMENTS == 0]
+        alone = [[number] for number in range(len(sizes)) if number not in joined]
+        return _Joining(sizes, [joined, *alone] if joined else alone)
+
+    @property
+    def joined(self) -> list[int]:
+        """The numbers of those that are not alone."""
+        return [number for group in self.groups if len(group) > 1 for number in group]
+
+    def join(self, rows: Sequence[Tensor]) -> list[Tensor]:
+        """Return the joined tensors, along the last dimension."""
+        return [
+            rows[group[0]] if len(group) == 1 else torch.cat([rows[number] for number in group], dim=-1)
+            for group in self.groups
+        ]
+
+    def split(self, joined: Sequence[Tensor]) -> list[Tensor]:
+        """Return the parts of joined tensors."""
+        found: dict[int, Tensor] = {}
+        for group, whole in zip(self.groups, joined, strict=True):
+            found.update(zip(group, whole.split([self.sizes[number] for number in group], dim=-1), strict=True))
+        return [found[number] for number in range(len(self.sizes))]
+
+
 class CopyEngineCollectives:
     """Reduce-scatter and all-gather on the current stream; every rank calls the same ones in the same order.
 
@@ -216,17 +270,11 @@ class CopyEngineCollectives:
             (rows / ranks, ...) each.
         """
         shares = [tensor.view(self.size, -1) for tensor in tensors]
-        if outputs is None:
-            dtype = dtype or torch.promote_types(tensors[0].dtype, torch.float32)
-            outputs = [
-                tensor.new_empty((tensor.shape[0] // self.size, *tensor.shape[1:]), dtype=dtype) for tensor in tensors
-            ]
-        sums = [output.view(-1) for output in outputs]
-        for piece, inbox in self._exchange([[share[rank] for share in shares] for rank in range(self.size)]):
-            for segment in piece:
-                own, place = shares[segment.tensor][self._rank], slice(segment.start, segment.stop)
-                sum_over_ranks(own[place], inbox[:, segment.place], self._rank, sums[segment.tensor][place])
-        return list(outputs)
+        if outputs is not None:
+            self._sum(shares, outputs[0].dtype, [output.view(-1) for output in outputs])
+            return list(outputs)
+        sums = self._sum(shares, dtype or torch.promote_types(tensors[0].dtype, torch.float32))
+        return [total.view(-1, *tensor.shape[1:]) for total, tensor in zip(sums, tensors, strict=True)]
 
     def all_reduce(self, tensors: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
         """Write the sum of each tensor over the ranks, summed in at least fp32.
@@ -243,13 +291,35 @@ class CopyEngineCollectives:
             sums = [whole[self._rank] for whole in wholes]
             self.all_gather(self.reduce_scatter(tensors, outputs=sums), outputs)
             return
-        flat = [tensor.view(-1) for tensor in tensors]
-        sums = [output.view(-1) for output in outputs]
-        for piece, inbox in self._exchange([flat] * self.size):
+        shares = [tensor.view(1, -1) for tensor in tensors]
+        self._sum(shares, outputs[0].dtype, [output.view(-1) for output in outputs])
+
+    def _sum(
+        self, shares: Sequence[Tensor], dtype: torch.dtype, outputs: Sequence[Tensor] | None = None
+    ) -> Sequence[Tensor]:
+        """Return what all ranks together have for this one, (elements,) each.
+
+        Args:
+            shares: (ranks, elements) each, what this rank has for every one; a single row for all of them.
+            dtype: dtype of the sums.
+            outputs: tensors for the sums; None: new ones, which may share memory.
+        """
+        joining = _Joining.of([share.shape[1] for share in shares], shares[0].itemsize)
+        rows = [row.expand(self.size, -1) for row in joining.join(shares)]
+        sums = [
+            row.new_empty(row.shape[1], dtype=dtype) if outputs is None or len(group) > 1 else outputs[group[0]]
+            for group, row in zip(joining.groups, rows, strict=True)
+        ]
+        for piece, inbox in self._exchange([[row[rank] for row in rows] for rank in range(self.size)]):
             for segment in piece:
-                place = slice(segment.start, segment.stop)
-                own = flat[segment.tensor][place]
-                sum_over_ranks(own, inbox[:, segment.place], self._rank, sums[segment.tensor][place])
+                own, place = rows[segment.tensor][self._rank], slice(segment.start, segment.stop)
+                sum_over_ranks(own[place], inbox[:, segment.place], self._rank, sums[segment.tensor][place])
+        parts = joining.split(sums)
+        if outputs is None:
+            return parts
+        if joining.joined:
+            _copy([outputs[number] for number in joining.joined], [parts[number] for number in joining.joined])
+        return outputs
 
     def all_gather(self, parts: Sequence[Tensor], wholes: Sequence[Tensor]) -> None:
         """Write the rows of all ranks into each whole tensor.
@@ -263,11 +333,20 @@ class CopyEngineCollectives:
         for share, part in zip(shares, mine, strict=True):
             if share[self._rank].data_ptr() != part.data_ptr():
                 share[self._rank].copy_(part)
-        for piece, inbox in self._exchange([mine] * self.size):
-            for rank in self._others:
-                into = [shares[segment.tensor][rank, segment.start : segment.stop] for segment in piece]
-                values = [inbox[rank, segment.place] for segment in piece]
-                torch._foreach_copy_(into, values)  # pyright: ignore[reportPrivateImportUsage]
+        joining = _Joining.of([part.numel() for part in mine], mine[0].itemsize)
+        sent = joining.join(mine)
+        rows = [
+            shares[group[0]] if len(group) == 1 else part.new_empty(self.size, part.numel())
+            for group, part in zip(joining.groups, sent, strict=True)
+        ]
+        for piece, inbox in self._exchange([sent] * self.size):
+            places = [(rank, segment) for rank in self._others for segment in piece]
+            into = [rows[segment.tensor][rank, segment.start : segment.stop] for rank, segment in places]
+            _copy(into, [inbox[rank, segment.place] for rank, segment in places])
+        if joining.joined:
+            found = joining.split(rows)
+            pairs = [(rank, number) for rank in self._others for number in joining.joined]
+            _copy([shares[number][rank] for rank, number in pairs], [found[number][rank] for rank, number in pairs])
 
     def _exchange(self, sent: Sequence[Sequence[Tensor]]) -> Iterator[tuple[list[_Segment], Tensor]]:
         """Send every rank its flat tensors, and yield the pieces of all others as they arrive: (ranks, elements)."""
@@ -289,24 +368,22 @@ class CopyEngineCollectives:
         """Copy a piece into the inbox of every other rank; return its number."""
         number = self._pieces
         self._pieces += 1
+        if number >= SLOTS:
+            self.memory.wait([self._used(rank) for rank in self._others], number - SLOTS + 1)
         for rank in self._others:
-            if number >= SLOTS:
-                self.memory.wait(self._used(rank), number - SLOTS + 1)
             inbox = self._inbox(rank, number, piece, sent[rank][0].dtype)[self._rank]
             for segment in piece:
                 values = sent[rank][segment.tensor][segment.start : segment.stop]
                 inbox[segment.place].copy_(values, non_blocking=True)
-            self.memory.write(rank, self._arrived(self._rank), number + 1)
+        self.memory.write(self._others, self._arrived(self._rank), number + 1)
         return number
 
     def _receive(
         self, piece: list[_Segment], number: int, dtype: torch.dtype
     ) -> Iterator[tuple[list[_Segment], Tensor]]:
-        for rank in self._others:
-            self.memory.wait(self._arrived(rank), number + 1)
+        self.memory.wait([self._arrived(rank) for rank in self._others], number + 1)
         yield piece, self._inbox(self._rank, number, piece, dtype)
-        for rank in self._others:
-            self.memory.write(rank, self._used(self._rank), number + 1)
+        self.memory.write(self._others, self._used(self._rank), number + 1)
 
     def _inbox(self, rank: int, number: int, piece: list[_Segment], dtype: torch.dtype) -> Tensor:
         """Return the slot of a piece in the memory of a rank, (ranks, elements), by the rank that it is from."""
@@ -321,6 +398,10 @@ class CopyEngineCollectives:
     def _used(self, reader: int) -> int:
         """Return the offset of the counter of pieces of the owner of the memory that a rank has used."""
         return self._arrived(reader) + COUNTER_BYTES
+
+
+def _copy(into: list[Tensor], values: list[Tensor]) -> None:
+    torch._foreach_copy_(into, values)  # pyright: ignore[reportPrivateImportUsage]
 
 
 def _pieces(sizes: Sequence[int], elements: int) -> Iterator[list[_Segment]]:

@@ -195,16 +195,14 @@ class GatheredWeights:
         with unit.device_handle.stream(stream), torch.no_grad():
             if unit.slot.released is not None:
                 stream.wait_event(unit.slot.released)
+            memory.write(others, self._free(memory.rank), number)
+            memory.wait([self._free(rank) for rank in others], number)
             for rank in others:
-                memory.write(rank, self._free(memory.rank), number)
-            for rank in others:
-                memory.wait(self._free(rank), number)
                 for place, values in zip(unit.places[rank], rows, strict=True):
                     place.copy_(values, non_blocking=True)
-                memory.write(rank, self._arrived(memory.rank), number)
+            memory.write(others, self._arrived(memory.rank), number)
             torch._foreach_copy_(unit.places[memory.rank], rows)  # pyright: ignore[reportPrivateImportUsage]
-            for rank in others:
-                memory.wait(self._arrived(rank), number)
+            memory.wait([self._arrived(rank) for rank in others], number)
             return stream.record_event()
 
     @torch.no_grad()
