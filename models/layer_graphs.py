@@ -14,6 +14,7 @@ encoder) are copied once and their gradients are summed in place, and the gradie
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
@@ -136,9 +137,9 @@ class _CapturedPart:
         self.results: list[Tensor] = []
         self.passes = 0
         self.forward: Any = None
+        self.parameters = [each for each in part.parameters() if each.requires_grad]
         self._part = part
         self._arguments = arguments
-        self._parameters = [each for each in part.parameters() if each.requires_grad]
         self._differentiable = [each for each in buffers if each.tensor.requires_grad]
         self._structure: Any = None
         self._leaves: list[Any] = []
@@ -170,7 +171,7 @@ class _CapturedPart:
 
         def run() -> list[Tensor]:
             results, self._live = [each for each in self._live if each.requires_grad], []
-            wanted = [*(each.tensor for each in self._differentiable), *self._parameters]
+            wanted = [*(each.tensor for each in self._differentiable), *self.parameters]
             found: list[Tensor | None] = [*torch.autograd.grad(results, wanted, self._given, allow_unused=True)]
             for number, (buffer, gradient) in enumerate(zip(self._differentiable, found[:inputs], strict=True)):
                 if len(buffer.users) > 1:
@@ -187,13 +188,20 @@ class _CapturedPart:
         gradients = iter(found)
         self._gradients = [next(gradients) if each else None for each in known]
 
+    def keep_gradients(self) -> None:
+        """Copy gradients of earlier passes out of memory that replays overwrite."""
+        for parameter, gradient in zip(self.parameters, self._gradients[len(self._differentiable) :], strict=True):
+            held = parameter.grad
+            if held is not None and gradient is not None and held.data_ptr() == gradient.data_ptr():
+                parameter.grad = held.clone()
+
     def __call__(self, tensors: Sequence[Tensor]) -> Any:
         """Run the part on the tensors among its arguments."""
         with torch.no_grad():
             for buffer, tensor in zip(self.buffers, tensors, strict=True):
                 buffer.copy_(tensor)
         differentiable = [tensor for tensor in tensors if tensor.requires_grad]
-        results = _Replay.apply(self, *differentiable, *self._parameters)
+        results = _Replay.apply(self, *differentiable, *self.parameters)
         leaves = [results[each.number] if isinstance(each, _Place) else each for each in self._leaves]
         return tree_unflatten(leaves, self._structure)
 
@@ -205,10 +213,6 @@ class _CapturedPart:
                 buffer.zero_()
             elif gradient.data_ptr() != buffer.data_ptr():
                 buffer.copy_(gradient)
-        for parameter, gradient in zip(self._parameters, self._gradients[len(self._differentiable) :], strict=True):
-            held = parameter.grad
-            if held is not None and gradient is not None and held.data_ptr() == gradient.data_ptr():
-                parameter.grad = held.clone()  # of an earlier backward pass; the replay overwrites it
         self._backward.replay()
         return [None if each is None else each.detach() for each in self._gradients]
 
@@ -296,6 +300,9 @@ class LayerGraphs:
             if is_like_before and self._seen[key] > WARM_UP_MICRO_BATCHES:
                 self._add(key, before)
         self._current = self._captured.get(key)
+        if self._current is not None:  # all graphs have memory in common, those of other shapes too
+            for part in chain.from_iterable(self._captured.values()):
+                part.keep_gradients()
 
     def _add(self, key: Any, arguments: Sequence[_Arguments]) -> None:
         """Capture all layers, whose arguments were these in the pass before."""

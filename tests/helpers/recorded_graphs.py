@@ -12,13 +12,27 @@ from stoker.models.layer_graphs import Capture, Graph
 
 
 class Recorded:
-    """Runs a function again, and writes what it returns where it was at first."""
+    """Runs a function again, and writes what it returns where it was at first.
 
-    def __init__(self, run: Callable[[], list[Tensor]]) -> None:
+    As in the memory that CUDA graphs have in common, a forward pass overwrites what those captured later have returned:
+    gradients may be where it has had its intermediate values.
+
+    Args:
+        run: the function.
+        together: those captured before with the same memory; this one is added.
+    """
+
+    def __init__(self, run: Callable[[], list[Tensor]], together: list[Recorded]) -> None:
         self.run, self.tensors, self.replays = run, run(), 0
+        self._number, self._together = len(together), together
+        together.append(self)
 
     def replay(self) -> None:
         self.replays += 1
+        is_forward = any(tensor.requires_grad for tensor in self.tensors)
+        for later in self._together[self._number + 1 :] if is_forward else ():
+            for tensor in later.tensors:
+                tensor.data.fill_(torch.nan if tensor.is_floating_point() else -1)
         with torch.enable_grad():
             found = self.run()
         for tensor, now in zip(self.tensors, found, strict=True):
@@ -26,8 +40,11 @@ class Recorded:
 
 
 def recorder(captured: list[Recorded]) -> Capture:
+    """Return a substitute for what captures graphs with memory in common; they are added to the list."""
+    together: list[Recorded] = []
+
     def capture(run: Callable[[], list[Tensor]]) -> tuple[Graph, list[Tensor]]:
-        captured.append(Recorded(run))
+        captured.append(Recorded(run, together))
         return captured[-1], captured[-1].tensors
 
     return capture

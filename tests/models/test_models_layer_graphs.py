@@ -31,10 +31,10 @@ def fail(error: Exception) -> None:
     raise error
 
 
-def capture_all(model: LanguageModel, capture: Capture) -> list[LayerGraphs]:
-    """Capture the layers of each stack; return their graphs."""
+def capture_all(model: LanguageModel, build_capture: Callable[[], Capture]) -> list[LayerGraphs]:
+    """Capture the layers of each stack, in memory of its own; return their graphs."""
     for each in model.stacks:
-        each.capture_layers(capture, fail)
+        each.capture_layers(build_capture(), fail)
     first = [each.layers[0] for each in model.stacks]
     return [(layer.route if "route" in vars(layer) else layer.forward).args[0] for layer in first]  # type: ignore[union-attr]
 
@@ -125,7 +125,7 @@ NOISE = {"hidden_dropout": 0.1, "moe_dropout": 0.1, "moe_input_jitter_eps": 0.2,
 )
 def test_a_gpt_has_the_losses_and_gradients_of_eager_layers(keys: dict[str, Any]) -> None:
     ours, theirs, captured = gpt(**keys), gpt(**keys), list[Recorded]()
-    capture_all(ours, recorder(captured))
+    capture_all(ours, lambda: recorder(captured))
     assert_equal(run_passes(ours, 8, gpt_batch), run_passes(theirs, 8, gpt_batch))
     assert [each.replays for each in captured] == [8 - WARM_UP_MICRO_BATCHES] * 2 * keys.get("num_layers", 3)
 
@@ -134,7 +134,7 @@ def test_a_gpt_has_the_losses_and_gradients_of_eager_layers(keys: dict[str, Any]
 def test_a_t5_has_the_losses_and_gradients_of_eager_layers(keys: dict[str, Any]) -> None:
     """The output of the encoder is an input of all layers of the decoder, which has a gradient."""
     ours, theirs, captured = t5(**keys), t5(**keys), list[Recorded]()
-    encoder, decoder = capture_all(ours, recorder(captured))
+    encoder, decoder = capture_all(ours, lambda: recorder(captured))
     assert_equal(run_passes(ours, 8, t5_batch), run_passes(theirs, 8, t5_batch))
     assert [each.replays for each in captured] == [8 - WARM_UP_MICRO_BATCHES] * 2 * 6
     for graphs, shared in ((encoder, 0), (decoder, 1)):
@@ -157,7 +157,7 @@ def test_layers_up_to_their_experts(monkeypatch: pytest.MonkeyPatch, keys: dict[
     monkeypatch.setattr(stack, "_has_fixed_shapes", lambda layer: layer not in experts)
     ours, theirs, captured = gpt(**EXPERTS, **keys), gpt(**EXPERTS, **keys), list[Recorded]()
     experts = [ours.get_submodule(name.removesuffix(".mlp")) for name in find_moe_layers(ours)]
-    capture_all(ours, recorder(captured))
+    capture_all(ours, lambda: recorder(captured))
     assert_equal(run_passes(ours, 8, gpt_batch), run_passes(theirs, 8, gpt_batch))
     assert [each.replays for each in captured] == [8 - WARM_UP_MICRO_BATCHES] * 2 * 3
 
@@ -169,21 +169,21 @@ def test_layers_that_need_no_backward_pass_have_none(keys: dict[str, Any]) -> No
     for model in (ours, theirs):
         model.requires_grad_(False)
         model.stacks[0].layers[1].requires_grad_(True)
-    capture_all(ours, recorder(captured))
+    capture_all(ours, lambda: recorder(captured))
     assert_equal(run_passes(ours, 8, gpt_batch), run_passes(theirs, 8, gpt_batch))
     assert [each.replays for each in captured] == [8 - WARM_UP_MICRO_BATCHES] * 5  # three forward, two backward
 
 
 def test_each_shape_is_captured_after_its_own_warm_up() -> None:
     ours, theirs, captured = gpt(), gpt(), list[Recorded]()
-    capture_all(ours, recorder(captured))
+    capture_all(ours, lambda: recorder(captured))
     assert_equal(run_passes(ours, 14, gpt_batch, (2, 2, 3, 3)), run_passes(theirs, 14, gpt_batch, (2, 2, 3, 3)))
     assert len(captured) == 2 * 2 * 3
 
 
 def test_inputs_in_common_are_copied_once_and_results_not_at_all() -> None:
     model = gpt(position_embedding_type="rope", hidden_dropout=0.1)
-    (graphs,) = capture_all(model, recorder([]))
+    (graphs,) = capture_all(model, lambda: recorder([]))
     run_passes(model, WARM_UP_MICRO_BATCHES + 1, gpt_batch)
     ((first, second, third),) = graphs._captured.values()
     # residual stream; cosines, sines; keys of the dropouts; places of tokens, which are also those of the stream
@@ -206,14 +206,14 @@ def test_a_failure_is_told_once_and_layers_stay_eager() -> None:
     ours.stacks[0].capture_layers(capture, lambda error: told.append(str(error)))
     assert_equal(run_passes(ours, 8, gpt_batch), run_passes(theirs, 8, gpt_batch))
     assert told == ["tried to allocate"]
-    capture_all(strict, capture)
+    capture_all(strict, lambda: capture)
     with pytest.raises(torch.OutOfMemoryError):
         run_passes(strict, 8, gpt_batch)
 
 
 def test_passes_that_graphs_do_not_support_are_errors() -> None:
     model = gpt()
-    capture_all(model, recorder([]))
+    capture_all(model, lambda: recorder([]))
     run_passes(model, WARM_UP_MICRO_BATCHES + 1, gpt_batch)
     model.train()
     first = model.batch_loss(gpt_batch(1, 2), 16.0)
