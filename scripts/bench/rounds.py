@@ -76,11 +76,11 @@ def stoker_result(name: str, overrides: list[str], length: Length, tokens: int) 
 
 
 def used_cuda_graph(run: Path) -> bool:
-    """Return True if the run's log says that micro batches ran as a CUDA graph, captured without failure."""
+    """Return True if the run's log says that micro batches or layers ran as CUDA graphs, captured without failure."""
     # fragments of the messages in trainer/core/run_summary.py and trainer/lightning/cuda_graph.py
     log = (run / "run.log").read_text()
-    failed = "continuing without CUDA graphs" in log
-    return "micro batches run as a CUDA graph" in log and not failed
+    captured = "micro batches run as a CUDA graph" in log or "layers run as CUDA graphs" in log
+    return captured and "continuing without CUDA graphs" not in log
 
 
 def result(name: str, seconds: list[float], tokens: int) -> Row:

@@ -23,6 +23,7 @@ GIB = 2**30
 LLAMA = ["experiment=llama_1b_bench", "model.global_batch_size=8"]
 MOE = ["experiment=moe_bench", "model.global_batch_size=16"]
 ZERO1 = "model.optim.name=distributed_fused_adam"
+EAGER = "model.enable_cuda_graph=false"
 NCCL = "model.copy_engine_collectives=false"
 BF16 = "model.fsdp_grad_reduce_dtype=bf16"
 FSDP = "model.fsdp=true"
@@ -191,7 +192,7 @@ def test_sums_over_ranks_take_new_memory_of_their_stream() -> None:
         ([NCCL, ZERO1], 4, 0, 0),
         ([NCCL, BF16], 0, 2, 0),
     ):
-        plan = planned(*LLAMA, *overrides)
+        plan = planned(*LLAMA, EAGER, *overrides)
         parameters, memory = plan.num_parameters, plan.memory
         assert memory.persistent.gradient_sums == accumulated * parameters, overrides
         after = next(moment for moment in memory.moments if moment.where == "the update")

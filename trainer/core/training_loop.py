@@ -256,8 +256,8 @@ def build_throughput(run: ResolvedRun, vocab_size: int, device: torch.device) ->
 def _graph_capture(run: RunContext, model: LanguageModel) -> Callable[[RunMicroBatch], RunMicroBatch] | None:
     """Return a wrapper that captures micro batches as CUDA graphs, or None for eager; see `model.enable_cuda_graph`.
 
-    Of several processes the layers are captured, by themselves. With `enable_cuda_graph: null`, a capture that runs out
-    of memory is logged and falls back to eager.
+    Of several processes the layers are captured, by themselves. With `enable_cuda_graph: null`, a capture that fails is
+    logged and falls back to eager.
     """
     if not run.uses_cuda_graph:
         return None

@@ -32,9 +32,8 @@ def uses_cuda_graph(
 
 
 def wants_cuda_graph(run: ResolvedRun) -> bool:
-    """Return True if micro batches or layers are captured where that is supported; null: micro batches only."""
-    enabled = run.model.enable_cuda_graph
-    return not captures_layers(run.model, run.mesh.world_size) if enabled is None else enabled
+    """Return True if micro batches or layers are captured where that is supported."""
+    return run.model.enable_cuda_graph is not False
 
 
 def cuda_graph_unsupported_reason(

@@ -370,10 +370,10 @@ def _cuda_graph_advice(plan: Plan) -> Iterator[str]:
     assert time is not None
     waiting = time.parts["waiting for the host"]
     if run.can_use_cuda_graph and not run.uses_cuda_graph and waiting > _MIN_WAITING * time.seconds:
-        wish = "True" if captures_layers(run.model_config, run.ranks) else "null"
+        by_layer = captures_layers(run.model_config, run.ranks)
         yield (
-            f"the host launches kernels more slowly than the GPU runs them: with `model.enable_cuda_graph={wish}` a "
-            f"step takes {'at least' if wish == 'True' else 'about'} {_seconds(time.seconds - waiting)}"
+            "the host launches kernels more slowly than the GPU runs them: with `model.enable_cuda_graph=null` a "
+            f"step takes {'at least' if by_layer else 'about'} {_seconds(time.seconds - waiting)}"
         )
 
 
