@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from ...models.memory.host_copies import CopyEngine
 from ...models.parallel.partition import PartAxis, RankPart
 from ..utils.errors import UserError
-from ..utils.local_shard import LocalShard, ShardOf, local_shard, rank_and_world_size, whole_shard
+from ..utils.local_shard import LocalShard, ShardOf, local_shard, local_tensor, rank_and_world_size, whole_shard
 from ..utils.safetensors_io import TensorSpec
 from .gradient_clipping import clip_coefficient, global_norm, no_reduce
 from .gradient_sums import GradientSums
@@ -493,7 +493,7 @@ class Optimizer(torch.optim.Optimizer):
         """Return the local shard that an update writes besides the main weight; that itself if there is no other."""
         if parameter in self.main_alone:
             return self._states[parameter]["main"]
-        return self.placed_shard(parameter).local
+        return self.local_rows(local_tensor(parameter), self._part_of(parameter))
 
     def _local_gradient(self, parameter: nn.Parameter) -> Tensor:
         """Return the local shard of the accumulated gradient, and drop `.grad`."""
