@@ -112,6 +112,7 @@ SECTIONS |= {"host": from_host, "softmax": softmax}
 EXPERTS = kernels({"forward": 1.0, "backward": 2.0, "both": 3.0}, milliseconds=True)
 MATMULS = kernels({"forward": 1.0}, milliseconds=True)
 LOOP = runs(loop_overhead.TITLES, ("ms/step", "time, of the bare loop"), base="loop", by_speed=False)
+FLOOR = runs(step_floor.TITLES, ("tokens/s", "ms/step", "speed"), base="floor")
 MOVED, ONE_RUN = "2026-11-23, all that", "2026-11-23, one run"
 TABLES: dict[str, Table] = {
     **{
@@ -125,7 +126,7 @@ TABLES: dict[str, Table] = {
     },
     **{
         f"step_floor_{name}": Table(
-            "step_floor.jsonl", runs(step_floor.TITLES), lambda row, name=name: row["model"] == name, model.overrides
+            "step_floor.jsonl", FLOOR, lambda row, name=name: row["model"] == name, model.overrides
         )
         for name, model in training_step.MODELS.items()
     },
