@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from stoker.models.parallel.layout import ParallelLayout
 from stoker.trainer.config.resolved_run import resolve_run
 from stoker.trainer.core import training_state
 from stoker.trainer.data.datasets.samples import batch_tensors
-from stoker.trainer.distributed import copy_engine
+from stoker.trainer.distributed import copy_engine, peer_memory
 from stoker.trainer.distributed.copy_engine import CopyEngineCollectives
 from stoker.trainer.distributed.gathered_weights import GatheredWeights
 from stoker.trainer.distributed.mesh import build_mesh
@@ -196,9 +197,14 @@ class CountedCollectives(CopyEngineCollectives):
         self._sent["all-reduce"] += sum(tensor.nbytes for tensor in tensors)
         super().all_reduce(tensors, outputs)
 
-    def all_gather(self, parts: Any, wholes: Any) -> None:
-        self._sent["all-gather"] += sum(whole.nbytes for whole in wholes)
-        super().all_gather(parts, wholes)
+    def gather_of(self, parts: Any, wholes: Any) -> Callable[[], None]:
+        gather, num_bytes = super().gather_of(parts, wholes), sum(whole.nbytes for whole in wholes)
+
+        def counted() -> None:
+            self._sent["all-gather"] += num_bytes
+            gather()
+
+        return counted
 
 
 STEPS = (1, 2, 1)
@@ -235,20 +241,20 @@ def test_ranks_that_meet_write_to_all_others_before_they_wait(monkeypatch: pytes
     seen: list[Any] = []
 
     def batch(stream: int, number: int, address: int, flags: int) -> int:
-        found = (copy_engine._MemoryOperation * number).from_address(address)
+        found = (peer_memory._MemoryOperation * number).from_address(address)
         seen.append((stream, flags, [(each.operation, each.address, each.value, each.flags) for each in found]))
         return 0
 
-    monkeypatch.setattr(copy_engine, "_driver_function", {"cuStreamBatchMemOp_v2": batch}.__getitem__)
-    monkeypatch.setattr(copy_engine.PeerMemory, "_stream", 7)
-    memory = object.__new__(copy_engine.PeerMemory)
+    monkeypatch.setattr(peer_memory, "_driver_function", {"cuStreamBatchMemOp_v2": batch}.__getitem__)
+    monkeypatch.setattr(peer_memory.PeerMemory, "_stream", 7)
+    memory = object.__new__(peer_memory.PeerMemory)
     memory.rank, memory._pointers = 1, [1000, 2000, 3000]
     memory._arrays = {}
     for value in (1, 2):
         memory.meet(value)
         operations = [(2, 1064), (2, 3064), (1, 2000), (1, 2128)]  # CUDA: 2 writes, 1 waits
         assert seen.pop() == (7, 0, [(*each, value, 0) for each in operations])
-    assert ctypes.sizeof(copy_engine._MemoryOperation) == 48, "as CUstreamBatchMemOpParams"
+    assert ctypes.sizeof(peer_memory._MemoryOperation) == 48, "as CUstreamBatchMemOpParams"
 
 
 def train(

@@ -26,11 +26,12 @@ from ..config.schema.exp_manager import EmaBlock
 from ..conversion.pretrained import PretrainedWeights, find_configured_pretrained
 from ..conversion.warm_start import load_pretrained_weights
 from ..device.determinism import attention_flags
-from ..distributed.copy_engine import build_collectives, find_peer_memory
+from ..distributed.copy_engine import build_collectives
 from ..distributed.data_parallel import DataParallel, grad_reduce_dtype
 from ..distributed.ddp import ReplicatedDataParallel
 from ..distributed.fsdp import ShardedDataParallel
 from ..distributed.mesh import Mesh, SharedParameters
+from ..distributed.peer_memory import find_peer_memory
 from ..distributed.process_group import DistributedContext
 from ..evaluation.own_functions import own_functions
 from ..optim import optimizer_factory

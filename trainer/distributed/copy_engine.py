@@ -11,20 +11,16 @@ summed, the next one arrives. Each rank counts the pieces that it has sent to an
 
 from __future__ import annotations
 
-import ctypes
-import socket
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache, partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ...kernels.sum_over_ranks import sum_over_ranks
-from ...models.parallel.overlap import devices_share_memory
 from ...models.parallel.peer_memory import COUNTER_BYTES, Memory
 from ..utils.errors import UserError
+from .peer_memory import find_peer_memory
 from .process_group import DistributedContext
 
 SLOTS = 2
@@ -38,122 +34,6 @@ JOINED_BYTES = 2 << 20
 
 JOINED_ELEMENTS = 8
 """The elements of these are a multiple of it, so that each begins at a multiple of 16 bytes."""
-
-
-class PeerMemory:
-    """Symmetric memory of the GPUs of a group, see `Memory`; a collective of its ranks.
-
-    Args:
-        ranks: the ranks, on one host.
-        device: device of this rank.
-        num_bytes: bytes of each rank.
-    """
-
-    def __init__(self, ranks: DistributedContext, device: torch.device, num_bytes: int) -> None:
-        import torch.distributed._symmetric_memory as symmetric_memory
-
-        group = ranks.group or dist.group.WORLD
-        assert group is not None
-        self.rank = ranks.rank
-        self._ranks = ranks
-        self._device = device
-        self._index = torch.cuda.current_device() if device.index is None else device.index
-        own = symmetric_memory.empty(num_bytes, dtype=torch.uint8, device=device)
-        own.zero_()
-        torch.cuda.synchronize(device)
-        handle = symmetric_memory.rendezvous(own, group.group_name)
-        self._own = own
-        self._pointers = list(handle.buffer_ptrs)
-        self.of_rank = [handle.get_buffer(rank, (num_bytes,), torch.uint8) for rank in range(ranks.world_size)]
-        self._arrays: dict[tuple[tuple[int, int], ...], Any] = {}
-        dist.barrier(group=group, device_ids=[device.index or 0])  # all are zeroed before one writes
-
-    def write(self, ranks: Sequence[int], offset: int, value: int) -> None:
-        """Write a counter, see `Memory`."""
-        self._run(self._writes(ranks, offset), value)
-
-    def wait(self, offsets: Sequence[int], value: int) -> None:
-        """Make the current stream wait for counters, see `Memory`."""
-        self._run(self._waits(offsets), value)
-
-    def meet(self, value: int) -> None:
-        """Make the current stream wait for all ranks, see `Memory`."""
-        others = [rank for rank in range(len(self._pointers)) if rank != self.rank]
-        awaited = self._waits([rank * COUNTER_BYTES for rank in others])
-        cure = "model.moe_token_dispatcher_type=alltoall"
-        self._run((*self._writes(others, self.rank * COUNTER_BYTES), *awaited), value, cure)
-
-    def _writes(self, ranks: Sequence[int], offset: int) -> tuple[tuple[int, int], ...]:
-        return tuple((_WRITE_VALUE_32, self._pointers[rank] + offset) for rank in ranks)
-
-    def _waits(self, offsets: Sequence[int]) -> tuple[tuple[int, int], ...]:
-        return tuple((_WAIT_VALUE_32, self._pointers[self.rank] + offset) for offset in offsets)
-
-    def _run(
-        self, operations: tuple[tuple[int, int], ...], value: int, cure: str = "model.copy_engine_collectives=False"
-    ) -> None:
-        """Enqueue operations at these addresses in this order: one call of the driver is less work of the host."""
-        if operations not in self._arrays:
-            self._arrays[operations] = (_MemoryOperation * len(operations))(
-                *(_MemoryOperation(*each) for each in operations)
-            )
-        array = self._arrays[operations]
-        for operation in array:
-            operation.value = value
-        function = "cuStreamBatchMemOp_v2"
-        code = _driver_function(function)(self._stream, len(array), ctypes.addressof(array), 0)
-        if code:
-            raise RuntimeError(f"{function} failed with CUDA error {code}; set {cure}")
-
-    def allocate(self, num_bytes: int) -> PeerMemory:
-        """Return more memory of the same ranks, see `Memory`."""
-        return PeerMemory(self._ranks, self._device, num_bytes)
-
-    @property
-    def _stream(self) -> int:
-        """The current stream; it is asked for some hundred times in a step."""
-        return torch._C._cuda_getCurrentRawStream(self._index)  # pyright: ignore[reportAttributeAccessIssue]
-
-
-_WAIT_VALUE_32, _WRITE_VALUE_32 = 1, 2
-"""CU_STREAM_MEM_OP_WAIT_VALUE_32 and CU_STREAM_MEM_OP_WRITE_VALUE_32."""
-
-
-class _MemoryOperation(ctypes.Structure):
-    """CUstreamBatchMemOpParams of these; flags 0: waits for a greater or equal value."""
-
-    _fields_ = (
-        ("operation", ctypes.c_uint64),  # of 32 bits and 32 of padding
-        ("address", ctypes.c_uint64),
-        ("value", ctypes.c_uint64),
-        ("flags", ctypes.c_uint64),
-        ("padding", ctypes.c_uint64 * 2),
-    )
-
-
-@cache
-def _driver_function(name: str) -> Any:
-    """Return a function of the CUDA driver for a batch of stream memory operations; it returns an error code."""
-    function = getattr(ctypes.CDLL("libcuda.so.1"), name)
-    function.argtypes = [
-        ctypes.c_void_p,
-        ctypes.c_uint,
-        ctypes.c_void_p,
-        ctypes.c_uint,
-    ]  # stream, number, address, flags
-    return function
-
-
-def find_peer_memory(ranks: DistributedContext, device: torch.device) -> Callable[[int], Memory] | None:
-    """Return what allocates memory of these ranks, of so many bytes each; None where their GPUs are not on one host and
-    read each other's memory. A collective of the ranks, like the allocation.
-    """
-    places = [text.rsplit(" ", 1) for text in ranks.all_gather_text(f"{socket.gethostname()} {device.index or 0}")]
-    devices = [int(index) for _, index in places]
-    one_host = len({host for host, _ in places}) == 1 and len(set(devices)) == len(devices)
-    if device.type == "cuda" and one_host and devices_share_memory(devices):
-        return partial(PeerMemory, ranks, device)
-    return None
 
 
 def build_collectives(
@@ -195,29 +75,68 @@ class _Segment(NamedTuple):
     def place(self) -> slice:
         return slice(self.offset, self.offset + self.stop - self.start)
 
+    def of(self, tensor: Tensor) -> Tensor:
+        """Return the part of a flat tensor."""
+        whole = self.start == 0 and self.stop == tensor.numel()
+        return tensor if whole else tensor[self.start : self.stop]
 
-class _Joining(NamedTuple):
-    """Which of some tensors are joined into one.
+
+class _Piece(NamedTuple):
+    """What is sent at once.
 
     Attributes:
-        sizes: elements of each.
-        groups: numbers of those in each joined tensor; of a tensor alone just its own.
+        sent: parts of joined tensors.
+        parts: those of the tensors, in the same places.
     """
 
-    sizes: list[int]
-    groups: list[list[int]]
+    sent: list[_Segment]
+    parts: list[_Segment]
 
-    @staticmethod
-    def of(sizes: list[int], itemsize: int) -> _Joining:
-        """Join the small ones of tensors of these sizes."""
-        joined = [n for n, size in enumerate(sizes) if size * itemsize < JOINED_BYTES and size % JOINED_ELEMENTS == 0]
-        alone = [[number] for number in range(len(sizes)) if number not in joined]
-        return _Joining(sizes, [joined, *alone] if joined else alone)
 
-    @property
-    def joined(self) -> list[int]:
-        """The numbers of those that are not alone."""
-        return [number for group in self.groups if len(group) > 1 for number in group]
+class _Places(NamedTuple):
+    """Where a piece is in the memory of the ranks.
+
+    Attributes:
+        outgoing: that of each segment that is sent, by the number of the other rank.
+        inbox: what all ranks send to this one, (ranks, elements).
+        incoming: that of each segment, (ranks, elements).
+    """
+
+    outgoing: dict[int, list[Tensor]]
+    inbox: Tensor
+    incoming: list[Tensor]
+
+
+class _Layout:
+    """How tensors are sent: small ones joined, and all of them cut into pieces.
+
+    Args:
+        sizes: elements of each for one rank.
+        dtype: their dtype.
+        elements: elements of a piece for one rank.
+
+    Attributes:
+        joined: numbers of the tensors that are joined.
+        groups: numbers of those in each joined tensor: several, or the one that is alone.
+        pieces: the pieces.
+        places: where each piece is, by its index and its slot.
+    """
+
+    def __init__(self, sizes: Sequence[int], dtype: torch.dtype, elements: int) -> None:
+        is_joined = [size * dtype.itemsize < JOINED_BYTES and size % JOINED_ELEMENTS == 0 for size in sizes]
+        small = [number for number, joins in enumerate(is_joined) if joins]
+        alone = [[number] for number, joins in enumerate(is_joined) if not joins]
+        self.joined = small if len(small) > 1 else []
+        self.groups = [small, *alone] if small else alone
+        self._sizes = [[sizes[number] for number in group] for group in self.groups]
+        order = [number for group in self.groups for number in group]
+        sent = _pieces([sum(each) for each in self._sizes], elements)
+        parts = _pieces([sizes[number] for number in order], elements)
+        self.pieces = [
+            _Piece(whole, [part._replace(tensor=order[part.tensor]) for part in cut])
+            for whole, cut in zip(sent, parts, strict=True)
+        ]
+        self.places: dict[tuple[int, int], _Places] = {}
 
     def join(self, rows: Sequence[Tensor]) -> list[Tensor]:
         """Return the joined tensors, along the last dimension."""
@@ -227,11 +146,11 @@ class _Joining(NamedTuple):
         ]
 
     def split(self, joined: Sequence[Tensor]) -> list[Tensor]:
-        """Return the parts of joined tensors."""
+        """Return the parts of joined flat tensors."""
         found: dict[int, Tensor] = {}
-        for group, whole in zip(self.groups, joined, strict=True):
-            found.update(zip(group, whole.split([self.sizes[number] for number in group], dim=-1), strict=True))
-        return [found[number] for number in range(len(self.sizes))]
+        for group, sizes, whole in zip(self.groups, self._sizes, joined, strict=True):
+            found.update(zip(group, whole.split(sizes) if len(group) > 1 else [whole], strict=True))
+        return [found[number] for number in range(len(found))]
 
 
 class CopyEngineCollectives:
@@ -250,6 +169,7 @@ class CopyEngineCollectives:
         # every rank begins with another one, so that no GPU receives from all at once
         self._others = [(self._rank + step) % self.size for step in range(1, self.size)]
         self._pieces = 0
+        self._layouts: dict[tuple[torch.dtype, tuple[int, ...]], _Layout] = {}
 
     @staticmethod
     def inbox_bytes(ranks: int) -> int:
@@ -264,7 +184,7 @@ class CopyEngineCollectives:
         Args:
             tensors: contiguous and of one dtype; the rows are a multiple of the ranks.
             dtype: dtype of the result; None: fp32, or fp64 for fp64.
-            outputs: contiguous tensors for the result; None: new ones.
+            outputs: contiguous tensors for the result; None: new ones, which may share memory.
 
         Returns:
             (rows / ranks, ...) each.
@@ -304,21 +224,21 @@ class CopyEngineCollectives:
             dtype: dtype of the sums.
             outputs: tensors for the sums; None: new ones, which may share memory.
         """
-        joining = _Joining.of([share.shape[1] for share in shares], shares[0].itemsize)
-        rows = [row.expand(self.size, -1) for row in joining.join(shares)]
+        layout = self._layout([share.shape[1] for share in shares], shares[0].dtype)
+        rows = [row.expand(self.size, -1).unbind() for row in layout.join(shares)]
         sums = [
-            row.new_empty(row.shape[1], dtype=dtype) if outputs is None or len(group) > 1 else outputs[group[0]]
-            for group, row in zip(joining.groups, rows, strict=True)
+            own[0].new_empty(own[0].shape, dtype=dtype) if outputs is None or len(group) > 1 else outputs[group[0]]
+            for group, own in zip(layout.groups, rows, strict=True)
         ]
-        for piece, inbox in self._exchange([[row[rank] for row in rows] for rank in range(self.size)]):
-            for segment in piece:
-                own, place = rows[segment.tensor][self._rank], slice(segment.start, segment.stop)
-                sum_over_ranks(own[place], inbox[:, segment.place], self._rank, sums[segment.tensor][place])
-        parts = joining.split(sums)
+        for piece, places in self._exchange(layout, [[row[rank] for row in rows] for rank in range(self.size)]):
+            for part, received in zip(piece.sent, places.incoming, strict=True):
+                own, total = part.of(rows[part.tensor][self._rank]), part.of(sums[part.tensor])
+                sum_over_ranks(own, received, self._rank, total)
+        found = layout.split(sums)
         if outputs is None:
-            return parts
-        if joining.joined:
-            _copy([outputs[number] for number in joining.joined], [parts[number] for number in joining.joined])
+            return found
+        if layout.joined:
+            _copy([outputs[number] for number in layout.joined], [found[number] for number in layout.joined])
         return outputs
 
     def all_gather(self, parts: Sequence[Tensor], wholes: Sequence[Tensor]) -> None:
@@ -328,68 +248,81 @@ class CopyEngineCollectives:
             parts: this rank's rows of each tensor, contiguous and of one dtype; may be views of `wholes`.
             wholes: contiguous tensors of all rows, of the same dtype.
         """
-        shares = [whole.view(self.size, -1) for whole in wholes]
+        self.gather_of(parts, wholes)()
+
+    def gather_of(self, parts: Sequence[Tensor], wholes: Sequence[Tensor]) -> Callable[[], None]:
+        """Return a function that gathers these tensors, see `all_gather`, whose host does less each time."""
+        shares = [whole.view(self.size, -1).unbind() for whole in wholes]
         mine = [part.view(-1) for part in parts]
-        for share, part in zip(shares, mine, strict=True):
-            if share[self._rank].data_ptr() != part.data_ptr():
-                share[self._rank].copy_(part)
-        joining = _Joining.of([part.numel() for part in mine], mine[0].itemsize)
-        sent = joining.join(mine)
-        rows = [
-            shares[group[0]] if len(group) == 1 else part.new_empty(self.size, part.numel())
-            for group, part in zip(joining.groups, sent, strict=True)
+        own = [(share[self._rank], part) for share, part in zip(shares, mine, strict=True)]
+        moved = [(place, part) for place, part in own if place.data_ptr() != part.data_ptr()]
+        layout = self._layout([part.numel() for part in mine], mine[0].dtype)
+        into = [
+            [part.of(shares[part.tensor][rank]) for rank in self._others for part in piece.parts]
+            for piece in layout.pieces
         ]
-        for piece, inbox in self._exchange([sent] * self.size):
-            places = [(rank, segment) for rank in self._others for segment in piece]
-            into = [rows[segment.tensor][rank, segment.start : segment.stop] for rank, segment in places]
-            _copy(into, [inbox[rank, segment.place] for rank, segment in places])
-        if joining.joined:
-            found = joining.split(rows)
-            pairs = [(rank, number) for rank in self._others for number in joining.joined]
-            _copy([shares[number][rank] for rank, number in pairs], [found[number][rank] for rank, number in pairs])
+        arrived: dict[tuple[int, int], list[Tensor]] = {}
 
-    def _exchange(self, sent: Sequence[Sequence[Tensor]]) -> Iterator[tuple[list[_Segment], Tensor]]:
-        """Send every rank its flat tensors, and yield the pieces of all others as they arrive: (ranks, elements)."""
-        before: tuple[list[_Segment], int] | None = None
-        pieces = _pieces([tensor.numel() for tensor in sent[0]], self._piece_elements(sent[0][0].dtype))
-        for piece in pieces:
-            number = self._send(piece, sent)
+        def gather() -> None:
+            if moved:
+                _copy([place for place, _ in moved], [part for _, part in moved])
+            for index, (piece, places) in enumerate(self._exchange(layout, [layout.join(mine)] * self.size)):
+                key = index, places.inbox.data_ptr()
+                if key not in arrived:
+                    arrived[key] = [places.inbox[rank, part.place] for rank in self._others for part in piece.parts]
+                _copy(into[index], arrived[key])
+
+        return gather
+
+    def _layout(self, sizes: Sequence[int], dtype: torch.dtype) -> _Layout:
+        key = dtype, tuple(sizes)
+        if key not in self._layouts:
+            # a multiple of 256 bytes
+            self._layouts[key] = _Layout(sizes, dtype, SLOT_BYTES // self.size // 256 * 256 // dtype.itemsize)
+        return self._layouts[key]
+
+    def _exchange(self, layout: _Layout, sent: Sequence[Sequence[Tensor]]) -> Iterator[tuple[_Piece, _Places]]:
+        """Send every rank its flat joined tensors, and yield the pieces of all others as they arrive."""
+        before: tuple[_Piece, int, _Places] | None = None
+        for index, piece in enumerate(layout.pieces):
+            number = self._pieces
+            self._pieces += 1
+            key = index, number % SLOTS
+            if key not in layout.places:
+                layout.places[key] = self._places(piece, number % SLOTS, sent[0][0].dtype)
+            places = layout.places[key]
+            self._send(piece, number, places, sent)
             if before is not None:
-                yield from self._receive(*before, sent[0][0].dtype)
-            before = piece, number
+                yield from self._receive(*before)
+            before = piece, number, places
         if before is not None:
-            yield from self._receive(*before, sent[0][0].dtype)
+            yield from self._receive(*before)
 
-    def _piece_elements(self, dtype: torch.dtype) -> int:
-        """Return the elements of one rank in a piece, a multiple of 256 bytes."""
-        return SLOT_BYTES // self.size // 256 * 256 // dtype.itemsize
-
-    def _send(self, piece: list[_Segment], sent: Sequence[Sequence[Tensor]]) -> int:
-        """Copy a piece into the inbox of every other rank; return its number."""
-        number = self._pieces
-        self._pieces += 1
+    def _send(self, piece: _Piece, number: int, places: _Places, sent: Sequence[Sequence[Tensor]]) -> None:
+        """Copy a piece into the inbox of every other rank."""
         if number >= SLOTS:
             self.memory.wait([self._used(rank) for rank in self._others], number - SLOTS + 1)
         for rank in self._others:
-            inbox = self._inbox(rank, number, piece, sent[rank][0].dtype)[self._rank]
-            for segment in piece:
-                values = sent[rank][segment.tensor][segment.start : segment.stop]
-                inbox[segment.place].copy_(values, non_blocking=True)
+            for part, place in zip(piece.sent, places.outgoing[rank], strict=True):
+                place.copy_(part.of(sent[rank][part.tensor]), non_blocking=True)
         self.memory.write(self._others, self._arrived(self._rank), number + 1)
-        return number
 
-    def _receive(
-        self, piece: list[_Segment], number: int, dtype: torch.dtype
-    ) -> Iterator[tuple[list[_Segment], Tensor]]:
+    def _receive(self, piece: _Piece, number: int, places: _Places) -> Iterator[tuple[_Piece, _Places]]:
         self.memory.wait([self._arrived(rank) for rank in self._others], number + 1)
-        yield piece, self._inbox(self._rank, number, piece, dtype)
+        yield piece, places
         self.memory.write(self._others, self._used(self._rank), number + 1)
 
-    def _inbox(self, rank: int, number: int, piece: list[_Segment], dtype: torch.dtype) -> Tensor:
-        """Return the slot of a piece in the memory of a rank, (ranks, elements), by the rank that it is from."""
-        first = number % SLOTS * SLOT_BYTES
-        slot = self.memory.of_rank[rank][first : first + SLOT_BYTES // (self.size * 256) * (self.size * 256)]
-        return slot.view(dtype).view(self.size, -1)[:, : piece[-1].place.stop]
+    def _places(self, piece: _Piece, slot: int, dtype: torch.dtype) -> _Places:
+        """Return where a piece is in a slot."""
+        row, elements = SLOT_BYTES // (self.size * 256) * 256, piece.sent[-1].place.stop
+        first = slot * SLOT_BYTES
+        inboxes = [
+            memory[first : first + self.size * row].view(dtype).view(self.size, -1)[:, :elements]
+            for memory in self.memory.of_rank
+        ]
+        outgoing = {rank: [inboxes[rank][self._rank, part.place] for part in piece.sent] for rank in self._others}
+        own = inboxes[self._rank]
+        return _Places(outgoing, own, [own[:, part.place] for part in piece.sent])
 
     def _arrived(self, source: int) -> int:
         """Return the offset of the counter of pieces that a rank has sent to the owner of the memory."""

@@ -91,6 +91,7 @@ class ReplicatedDataParallel(DataParallel):
         self._sent: deque[tuple[Any, list[Tensor]]] = deque()
         self._in_layers: set[int] = set()
         self._awaited: dict[int, Callable[[], None]] = {}
+        self._gathers: dict[int, tuple[list[int], list[Callable[[], None]]]] = {}
         # Side stream, so that communication overlaps with backward.
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
@@ -143,7 +144,7 @@ class ReplicatedDataParallel(DataParallel):
         """Make the current stream wait for the gradient reductions, and for weights that no layer has used."""
         self.wait_for_weights()
         if self._stream is not None:
-            torch.cuda.current_stream(self._device).wait_stream(self._stream)
+            self._current_stream.wait_stream(self._stream)
         self._sent.clear()
 
     @torch.no_grad()
@@ -152,17 +153,17 @@ class ReplicatedDataParallel(DataParallel):
         if self.layout.shards == 1:
             return
         if not self._overlaps_gather:
-            for unit in self._units:
-                self._gather(unit)
+            for number in range(len(self._units)):
+                self._gather(number)
             return
-        # what is not in a layer first: a step begins with embeddings, and waits for all of these
-        for number in sorted(range(len(self._units)), key=lambda number: number in self._in_layers):
-            wait = partial(self._gather, self._units[number])
-            if self._stream is not None:
-                with self._communication_stream():
+        with self._communication_stream():
+            # what is not in a layer first: a step begins with embeddings, and waits for all of these
+            for number in sorted(range(len(self._units)), key=lambda number: number in self._in_layers):
+                wait = partial(self._gather, number)
+                if self._stream is not None:
                     wait()
                     wait = partial(self._wait_for_event, self._stream.record_event())
-            self._awaited[number] = wait
+                self._awaited[number] = wait
 
     @torch.no_grad()
     def wait_for_weights(self) -> None:
@@ -175,29 +176,42 @@ class ReplicatedDataParallel(DataParallel):
                 wait()
 
     def _wait_for_event(self, event: Any) -> None:
-        torch.cuda.current_stream(self._device).wait_event(event)
+        self._current_stream.wait_event(event)
 
     @torch.no_grad()
-    def _gather(self, unit: _Unit) -> None:
+    def _gather(self, number: int) -> None:
         """All-gather the weights of a bucket on the current stream; of those that are kept in fp8 the casts."""
+        unit = self._units[number]
         if unit.ranks.world_size == 1:
             return
-        weights = [self._in_fp8.get(parameter, parameter.detach()) for parameter in unit.parameters]
-        for dtype in dict.fromkeys(weight.dtype for weight in weights):
-            self._all_gather([weight for weight in weights if weight.dtype == dtype], unit.ranks)
+        addresses = [parameter.data_ptr() for parameter in unit.parameters]
+        if self._gathers.get(number, ([], []))[0] != addresses:
+            weights = [self._in_fp8.get(parameter, parameter.detach()) for parameter in unit.parameters]
+            dtypes = dict.fromkeys(weight.dtype for weight in weights)
+            alike = ([weight for weight in weights if weight.dtype == dtype] for dtype in dtypes)
+            self._gathers[number] = addresses, [self._gather_of(each, unit.ranks) for each in alike]
+        for gather in self._gathers[number][1]:
+            gather()
 
-    def _all_gather(self, weights: Sequence[Tensor], ranks: DistributedContext) -> None:
-        """All-gather rows of weights of one dtype."""
-        even = [weight for weight in weights if _is_even(weight, ranks)]
+    def _gather_of(self, weights: Sequence[Tensor], ranks: DistributedContext) -> Callable[[], None]:
+        """Return a function that all-gathers rows of weights of one dtype."""
+        even = [(weight, _chunk(weight, ranks)) for weight in weights if _is_even(weight, ranks)]
+        uneven = [(weight, _chunk(weight, ranks)) for weight in weights if not _is_even(weight, ranks)]
+        by_copy_engines: Callable[[], None] | None = None
         if even and self._copy_engines is not None and ranks is self._replicas:
-            self._copy_engines.all_gather([_chunk(weight, ranks) for weight in even], even)
-        elif even:
-            with self._coalesced(ranks):
-                for weight in even:
-                    all_gather_single(weight, _chunk(weight, ranks), group=ranks.group)
-        for weight in weights:
-            if not _is_even(weight, ranks):
-                weight.copy_(gather_rows(_chunk(weight, ranks), weight.shape[0], ranks.group))
+            by_copy_engines = self._copy_engines.gather_of([rows for _, rows in even], [weight for weight, _ in even])
+
+        def gather() -> None:
+            if by_copy_engines is not None:
+                by_copy_engines()
+            elif even:
+                with self._coalesced(ranks):
+                    for weight, rows in even:
+                        all_gather_single(weight, rows, group=ranks.group)
+            for weight, rows in uneven:
+                weight.copy_(gather_rows(rows, weight.shape[0], ranks.group))
+
+        return gather
 
     def _hook(self, call: Callable[[ReplicatedDataParallel], None]) -> Callable[..., None]:
         owner = weakref.ref(self)  # a hook that held this object, which holds the parameter, would never be freed
@@ -245,7 +259,7 @@ class ReplicatedDataParallel(DataParallel):
             if self._stream is not None:
                 self._sent.append((self._stream.record_event(), gradients))
         if len(self._sent) > HELD:  # what is computed next may use their memory
-            torch.cuda.current_stream(self._device).wait_event(self._sent.popleft()[0])
+            self._current_stream.wait_event(self._sent.popleft()[0])
 
     def _sum_by_copy_engines(
         self, unit: _Unit, gradients: Sequence[Tensor], copy_engines: CopyEngineCollectives
@@ -323,13 +337,17 @@ class ReplicatedDataParallel(DataParallel):
             return nullcontext()
         return dist._coalescing_manager(ranks.group, self._device)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
 
+    @property
+    def _current_stream(self) -> torch.cuda.Stream:
+        return torch.cuda.current_stream(self._device.index)  # of a device itself it takes the host 20 us longer
+
     @contextmanager
     def _communication_stream(self) -> Iterator[None]:
         if self._stream is None:
             yield
             return
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
+        self._stream.wait_stream(self._current_stream)
+        with self._stream:
             yield
 
 

@@ -209,8 +209,10 @@ def local_shards(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, L
 
 def local_tensor(tensor: Tensor) -> Tensor:
     """Return the local plain tensor, which shares memory with `tensor`."""
+    if not isinstance(tensor, DTensor):
+        return tensor.detach()
     with torch.no_grad():
-        return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+        return tensor.to_local()
 
 
 def rank_and_world_size() -> tuple[int, int]:
