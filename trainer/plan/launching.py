@@ -39,7 +39,7 @@ def launching_seconds(
         return {"starting kernels": starting, "waiting for the host": 0.0}
     number = micro * sum(2 + _repeats_exchange(layer) for layer in layers if _exchanges_tokens(layer))
     own, sent = _host_seconds(run, gpu), exchange / max(1, number)
-    waiting, launching, busy = 0.0, 0.0, computing + starting
+    waiting, launching, busy = 0.0, _host_seconds_outside(run, gpu, layers), computing + starting
     for layer in layers:
         if not _exchanges_tokens(layer):
             # that of a layer without compilation is the mean of layers with and without cross-attention
@@ -66,6 +66,15 @@ def launching_seconds(
 
 def _host_seconds(run: RunInputs, gpu: GPUSpec) -> float:
     return gpu.efficiency["host_seconds_compiled" if run.compiled else "host_seconds_eager"]
+
+
+def _host_seconds_outside(run: RunInputs, gpu: GPUSpec, layers: Sequence[LayerInStack]) -> float:
+    """Return the host's time of a step outside of its layers: the loop, the update, and exchanges of ranks, which the
+    time of a layer that sends tokens includes.
+    """
+    buckets = 0 if run.layout is None else sum(not _exchanges_tokens(layer) for layer in layers)
+    layer = gpu.efficiency["host_seconds_compiled"]
+    return layer * (EFFICIENCY["host_step"] + EFFICIENCY["host_bucket"] * buckets)
 
 
 def _exchanges_tokens(layer: LayerInStack) -> bool:
