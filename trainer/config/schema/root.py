@@ -66,10 +66,10 @@ class RunKeys(ParallelKeys):
     """Keep optimizer state and main weights in pinned host memory: 12 bytes per parameter with AdamW and bf16. Each
     update copies them through the GPU, with identical results; its time depends on the host link."""
     enable_cuda_graph: bool | None = None
-    """Capture forward and backward of a micro batch as a CUDA graph: for small models that are limited by kernel
-    launches, with the communication of tensor-parallel ranks. Validation needs additional memory. null: if supported,
-    falling back to eager execution if the capture fails; True: raise an error instead, and with data-parallel ranks
-    capture each layer (docs/distributed.md)."""
+    """Capture forward and backward of a micro batch as a CUDA graph, with the communication of tensor-parallel ranks:
+    for small models that are limited by kernel launches; with data-parallel ranks, of each layer (docs/distributed.md).
+    Validation needs additional memory. null: if supported, falling back to eager execution if the capture fails; True:
+    raise an error instead."""
     do_layer_norm_weight_decay: bool = False
     """Apply weight decay to norm weights too."""
     tokenizer: TokenizerBlock = block_default(TokenizerBlock)
