@@ -43,12 +43,15 @@ def build_optimizer(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=1e-4, betas=(0.9, 0.95), fused=True)
 
 
-def autocast_step(loss_of: Callable[[Tensor, Tensor], Tensor], model: nn.Module) -> Step:
-    """Train step with fp32 weights under bf16 autocast, the common setup with Hugging Face and Lightning."""
+def autocast_step(loss_of: Callable[[Tensor, Tensor], Tensor], model: nn.Module, *, enabled: bool = True) -> Step:
+    """Train step with fp32 weights under bf16 autocast, the common setup with Hugging Face and Lightning.
+
+    With weights in bf16, for which it is not `enabled`, gradients and moments are in bf16 too.
+    """
     optimizer = build_optimizer(model)
 
     def step(tokens: Tensor, labels: Tensor) -> Tensor:
-        with torch.autocast("cuda", torch.bfloat16):
+        with torch.autocast("cuda", torch.bfloat16, enabled=enabled):
             loss = loss_of(tokens, labels)
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -149,15 +152,22 @@ class PlainGPT(nn.Module):
         return F.cross_entropy(self.head(self.norm(x)).float().flatten(0, 1), labels.flatten())
 
 
-def plain_torch(shape: Shape) -> Step:
-    """Train step of plain torch: the whole model compiled, cuDNN attention, bf16 autocast."""
+def plain_torch(shape: Shape, *, pure: bool = False) -> Step:
+    """Train step of plain torch: the whole model compiled, cuDNN attention; bf16 autocast, or pure bf16."""
     with torch.device("cuda"):
         model = PlainGPT(shape)
-    return autocast_step(torch.compile(model), model)
+    if pure:
+        for parameter in model.parameters():  # not the buffers, angles of positions
+            parameter.data = parameter.data.bfloat16()
+    return autocast_step(torch.compile(model), model, enabled=not pure)
 
 
 PEERS: Peers = {
     "hf": ("HF Llama, each layer compiled, SDPA, bf16 autocast", hf_llama),
     "hf_whole": ("HF Llama, the whole model compiled, SDPA, bf16 autocast", partial(hf_llama, whole=True)),
     "plain": ("plain torch, compiled, forced cuDNN SDPA, bf16 autocast", plain_torch),
+    "plain_bf16": (
+        "plain torch, compiled, forced cuDNN SDPA, pure bf16 weights and moments",
+        partial(plain_torch, pure=True),
+    ),
 }

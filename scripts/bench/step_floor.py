@@ -80,8 +80,8 @@ def layer_bytes(shape: Shape, *, gated: bool) -> int:
     rotated = 2 * tokens * (shape.heads + shape.groups) * width
     norms = 2 * (2 + 4) * stream  # each reads and writes it; backward reads two gradients and its input, writes one
     adds = 2 * stream  # read by the product before
-    # forward, and backward with the activation computed again: two inputs and gradients if gated, else one
-    return norms + adds + (9 * inner + 4 * rotated if gated else 5 * inner)
+    # forward reads one input, or two if gated, and writes one; backward reads a gradient and these, and writes theirs
+    return norms + adds + (8 * inner + 4 * rotated if gated else 5 * inner)
 
 
 def floor(shape: Shape, *, gated: bool) -> list[float]:

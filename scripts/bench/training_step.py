@@ -81,9 +81,12 @@ class Model(NamedTuple):
     @property
     def titles(self) -> dict[str, str]:
         own = {"stoker": f"stoker: `stoker train {self.overrides[0]}`"}
+        own |= {name: title for name, (title, _) in PURE.items()}
         return own | {name: title for name, (title, _) in self.peers.items()}
 
 
+PURE = {"stoker_bf16": ("stoker, `trainer.precision=bf16-true`", ["trainer.precision=bf16-true"])}
+"""Weights and moments in bf16."""
 LOOP: Peers = {"stoker_loop": ("stoker's model, optimizer and kernels in a bare loop", stoker_loop)}
 MODELS = {
     "gpt": Model(Shape(), ["experiment=llama_1b_bench"], LOOP | peers.PEERS),
@@ -103,8 +106,9 @@ def measure(name: str, case: str) -> Row:
     """Run one contender in this process."""
     model = MODELS[case]
     tokens = model.shape.micro_batch * model.shape.sequence
-    if name == "stoker":
-        return stoker_result(name, model.overrides, Length(), tokens)
+    if name == "stoker" or name in PURE:
+        more = PURE[name][1] if name in PURE else []
+        return stoker_result(name, [*model.overrides, *more], Length(), tokens)
     return result(name, windows_of(model.peers[name][1], model.shape), tokens)
 
 
