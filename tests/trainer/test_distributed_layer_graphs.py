@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from distributed_runs import DistributedRuns
-from test_distributed_parity import BUCKETS, DDP, IN_TURN, T5, ZERO1, check_equal
+from test_distributed_parity import BUCKETS, DDP, IN_TURN, RAMP_UP, T5, ZERO1, check_equal
 from tiers import extra
 
 EXPERTS = {
@@ -30,6 +30,8 @@ def runs(tmp_path_factory, forks):
             ("gpt", DDP, {}),
             ("bias", ZERO1, BUCKETS | {"copy_engines": True}),
             ("experts-flex", DDP, FLEX | {"model__moe_layer_freq": 2, "model__hidden_dropout": 0.1}),
+            ("ramp-up", ZERO1, RAMP_UP | {"copy_engines": True}),
+            ("bf16", ZERO1, {"trainer__precision": "bf16", "copy_engines": True}),
             ("one", DDP, {"model__global_batch_size": 4, "trainer__max_steps": 6}),
             ("traced", ZERO1, EXPERTS | {"traced": True}),
         ),
@@ -39,7 +41,7 @@ def test_ranks_with_captured_layers_train_the_same(
     runs: DistributedRuns, name: str, layout: dict[str, Any], changes: dict[str, Any]
 ) -> None:
     eager, captured = (
-        runs.run(f"{name}-{kind}", 2, **IN_TURN, **layout, **changes, **more)
+        runs.run(f"{name}-{kind}", 2, **(IN_TURN | layout | changes | more))
         for kind, more in (("eager", {}), ("captured", {"captured": True}))
     )
     check_equal(captured, eager, changes.get("trainer__max_steps", 3), limit=0.0)
