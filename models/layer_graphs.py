@@ -35,7 +35,7 @@ class Graph(Protocol):
 
 Capture = Callable[[Callable[[], list[Tensor]]], tuple[Graph, list[Tensor]]]
 """Captures what a function launches; returns the graph and the tensors of the function, which each replay writes. All
-graphs of a function have memory in common and are replayed in the order of their capture."""
+graphs of a function have memory in common; those of one shape are replayed in the order of their capture."""
 
 
 class LayerPart(NamedTuple):

@@ -254,7 +254,9 @@ class Precision(NamedTuple):
 PRECISIONS = {
     "fp32": Precision(["trainer.precision=32", "model.compile=false", "model.enable_cuda_graph=false"], 1e-5, 1e-5),
     "bf16": Precision(["trainer.precision=bf16", "model.compile=false", "model.enable_cuda_graph=false"], 2e-2, 0.1),
-    "compiled": Precision(["trainer.precision=bf16-mixed", "model.compile=true"], 2e-2, 0.1),
+    "compiled": Precision(
+        ["trainer.precision=bf16-mixed", "model.compile=true", "model.enable_cuda_graph=false"], 2e-2, 0.1
+    ),
 }
 
 

@@ -37,7 +37,7 @@ from stoker.trainer.utils.local_shard import local_tensor
 CPU = torch.device("cpu")
 
 SHAPES = [(12, 5), (48, 4), (12,), (96,), (24, 3), (60, 7)]
-"""The second and the fourth are joined."""
+"""The second and the fourth are joined, and the fifth where its share has a multiple of 8 elements."""
 ROUNDS = 3
 
 
@@ -245,7 +245,7 @@ def test_ranks_that_meet_write_to_all_others_before_they_wait(monkeypatch: pytes
         seen.append((stream, flags, [(each.operation, each.address, each.value, each.flags) for each in found]))
         return 0
 
-    monkeypatch.setattr(peer_memory, "_driver_function", {"cuStreamBatchMemOp_v2": batch}.__getitem__)
+    monkeypatch.setattr(peer_memory, "_batch_function", lambda: batch)
     monkeypatch.setattr(peer_memory.PeerMemory, "_stream", 7)
     memory = object.__new__(peer_memory.PeerMemory)
     memory.rank, memory._pointers = 1, [1000, 2000, 3000]

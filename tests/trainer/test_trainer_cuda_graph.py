@@ -153,6 +153,19 @@ def test_only_a_recording_that_is_asked_for_ends_the_run(tmp_path, monkeypatch, 
     assert recorder(None) is (None if wish else print)
 
 
+def test_a_failure_of_one_rank_alone_is_told(tmp_path, monkeypatch, capsys):
+    seen: list[Any] = []
+    monkeypatch.setattr(training_loop, "layer_capture", lambda: None)
+    root = tiny_config(tmp_path, trainer__accelerator="auto", trainer__devices=2, model__enable_cuda_graph=None).root
+    logger = SimpleNamespace(log=lambda line: None)  # as on all ranks but the first
+    resolved, ranks = resolve_run(root, world_size=2), DistributedContext(1, 2)
+    run: Any = SimpleNamespace(resolved=resolved, uses_cuda_graph=True, logger=logger, ranks=ranks)
+    model: Any = SimpleNamespace(stacks=[SimpleNamespace(capture_layers=lambda _, on_failure: seen.append(on_failure))])
+    assert training_loop._graph_capture(run, model) is None
+    seen[0](torch.OutOfMemoryError("tried to allocate"))
+    assert "rank 1: warning: out of memory while capturing" in capsys.readouterr().err
+
+
 def test_what_cannot_be_recorded_is_refused_before_anything_is_built(tmp_path):
     yes, perhaps, no = (
         tiny_config(tmp_path, trainer__accelerator="auto", model__enable_cuda_graph=wish).root

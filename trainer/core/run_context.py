@@ -69,7 +69,7 @@ class RunContext:
         device: device of this rank.
         resolved: what follows from the configuration.
         model_plan: attention backends and compilation.
-        uses_cuda_graph: micro batches run as CUDA graphs.
+        uses_cuda_graph: micro batches, or layers, run as CUDA graphs.
         stop: signals and time limits of this process.
         data: the datasets and the tokenizer.
         directory: the run directory.

@@ -261,7 +261,7 @@ def _graph_capture(run: RunContext, model: LanguageModel) -> Callable[[RunMicroB
     """
     if not run.uses_cuda_graph:
         return None
-    on_failure = None if run.resolved.model.enable_cuda_graph else run.logger.log
+    on_failure = None if run.resolved.model.enable_cuda_graph else _report_on_every_rank(run)
     if captures_layers(run.resolved.model, run.ranks.world_size):
         for stack in model.stacks:
             stack.capture_layers(layer_capture(), partial(report_failure, on_failure=on_failure))

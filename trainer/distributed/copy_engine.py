@@ -33,7 +33,7 @@ JOINED_BYTES = 2 << 20
 """Tensors of which a rank has fewer bytes are joined: that takes the GPU less time than copying each takes the host."""
 
 JOINED_ELEMENTS = 8
-"""The elements of these are a multiple of it, so that each begins at a multiple of 16 bytes."""
+"""The elements of these are a multiple of it, so that each in 16 or 32 bits begins at a multiple of 16 bytes."""
 
 
 def build_collectives(

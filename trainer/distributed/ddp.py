@@ -91,7 +91,7 @@ class ReplicatedDataParallel(DataParallel):
         self._sent: deque[tuple[Any, list[Tensor]]] = deque()
         self._in_layers: set[int] = set()
         self._awaited: dict[int, Callable[[], None]] = {}
-        self._gathers: dict[int, tuple[list[int], list[Callable[[], None]]]] = {}
+        self._gathers: list[list[Callable[[], None]]] = []
         # Side stream, so that communication overlaps with backward.
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
@@ -121,6 +121,7 @@ class ReplicatedDataParallel(DataParallel):
             _Unit(bucket, self._ranks_of(part_of[bucket[0]]), passes.get(bucket[0], 1))
             for bucket in communication_buckets(model)
         ]
+        self._gathers = [self._gathers_of(unit) for unit in self._units]
         self._passed = [0] * len(self._units)
         self._pending = [len(unit.parameters) for unit in self._units]
         for number, unit in enumerate(self._units):
@@ -181,17 +182,17 @@ class ReplicatedDataParallel(DataParallel):
     @torch.no_grad()
     def _gather(self, number: int) -> None:
         """All-gather the weights of a bucket on the current stream; of those that are kept in fp8 the casts."""
-        unit = self._units[number]
-        if unit.ranks.world_size == 1:
-            return
-        addresses = [parameter.data_ptr() for parameter in unit.parameters]
-        if self._gathers.get(number, ([], []))[0] != addresses:
-            weights = [self._in_fp8.get(parameter, parameter.detach()) for parameter in unit.parameters]
-            dtypes = dict.fromkeys(weight.dtype for weight in weights)
-            alike = ([weight for weight in weights if weight.dtype == dtype] for dtype in dtypes)
-            self._gathers[number] = addresses, [self._gather_of(each, unit.ranks) for each in alike]
-        for gather in self._gathers[number][1]:
+        for gather in self._gathers[number]:
             gather()
+
+    def _gathers_of(self, unit: _Unit) -> list[Callable[[], None]]:
+        """Return functions that together gather the weights of a bucket, which stay where they are."""
+        if self.layout.shards == 1 or unit.ranks.world_size == 1:
+            return []
+        weights = [self._in_fp8.get(parameter, parameter.detach()) for parameter in unit.parameters]
+        dtypes = dict.fromkeys(weight.dtype for weight in weights)
+        alike = ([weight for weight in weights if weight.dtype == dtype] for dtype in dtypes)
+        return [self._gather_of(each, unit.ranks) for each in alike]
 
     def _gather_of(self, weights: Sequence[Tensor], ranks: DistributedContext) -> Callable[[], None]:
         """Return a function that all-gathers rows of weights of one dtype."""

@@ -70,16 +70,14 @@ class PeerMemory:
     ) -> None:
         """Enqueue operations at these addresses in this order: one call of the driver is less work of the host."""
         if operations not in self._arrays:
-            self._arrays[operations] = (_MemoryOperation * len(operations))(
-                *(_MemoryOperation(*each) for each in operations)
-            )
+            items = (_MemoryOperation(*each) for each in operations)
+            self._arrays[operations] = (_MemoryOperation * len(operations))(*items)
         array = self._arrays[operations]
         for operation in array:
             operation.value = value
-        function = "cuStreamBatchMemOp_v2"
-        code = _driver_function(function)(self._stream, len(array), ctypes.addressof(array), 0)
+        code = _batch_function()(self._stream, len(array), ctypes.addressof(array), 0)
         if code:
-            raise RuntimeError(f"{function} failed with CUDA error {code}; set {cure}")
+            raise RuntimeError(f"cuStreamBatchMemOp_v2 failed with CUDA error {code}; set {cure}")
 
     def allocate(self, num_bytes: int) -> PeerMemory:
         """Return more memory of the same ranks, see `Memory`."""
@@ -108,15 +106,11 @@ class _MemoryOperation(ctypes.Structure):
 
 
 @cache
-def _driver_function(name: str) -> Any:
-    """Return a function of the CUDA driver for a batch of stream memory operations; it returns an error code."""
-    function = getattr(ctypes.CDLL("libcuda.so.1"), name)
-    function.argtypes = [
-        ctypes.c_void_p,
-        ctypes.c_uint,
-        ctypes.c_void_p,
-        ctypes.c_uint,
-    ]  # stream, number, address, flags
+def _batch_function() -> Any:
+    """Return the CUDA driver's function for memory operations of a stream; it returns an error code."""
+    function = ctypes.CDLL("libcuda.so.1").cuStreamBatchMemOp_v2
+    # stream, number of operations, their address, flags
+    function.argtypes = [ctypes.c_void_p, ctypes.c_uint, ctypes.c_void_p, ctypes.c_uint]
     return function
 
 

@@ -35,11 +35,12 @@ def launching_seconds(
     micro = run.micro_batches
     starting = max(0.0, micro * len(layers) * EFFICIENCY["gpu_seconds"] - computing)
     captures = run.uses_cuda_graph and captures_layers(run.model_config, run.ranks)
+    outside = _host_seconds_outside(run, gpu, layers)
     if run.uses_cuda_graph and not captures:
-        return {"starting kernels": starting, "waiting for the host": 0.0}
+        return {"starting kernels": starting, "waiting for the host": max(0.0, outside - computing - starting)}
     number = micro * sum(2 + _repeats_exchange(layer) for layer in layers if _exchanges_tokens(layer))
     own, sent = _host_seconds(run, gpu), exchange / max(1, number)
-    waiting, launching, busy = 0.0, _host_seconds_outside(run, gpu, layers), computing + starting
+    waiting, launching, busy = 0.0, outside, computing + starting
     for layer in layers:
         if not _exchanges_tokens(layer):
             # that of a layer without compilation is the mean of layers with and without cross-attention
@@ -72,9 +73,13 @@ def _host_seconds_outside(run: RunInputs, gpu: GPUSpec, layers: Sequence[LayerIn
     """Return the host's time of a step outside of its layers: the loop, the update, and exchanges of ranks, which the
     time of a layer that sends tokens includes.
     """
-    buckets = 0 if run.layout is None else sum(not _exchanges_tokens(layer) for layer in layers)
+    exchanges = 0
+    if run.layout is not None:
+        each_time = run.layout.shards_gradients or not run.layout.replicates_weights
+        times = run.micro_batches if each_time else 1
+        exchanges = times * sum(not _exchanges_tokens(layer) for layer in layers)
     layer = gpu.efficiency["host_seconds_compiled"]
-    return layer * (EFFICIENCY["host_step"] + EFFICIENCY["host_bucket"] * buckets)
+    return layer * (EFFICIENCY["host_step"] + EFFICIENCY["host_bucket"] * exchanges)
 
 
 def _exchanges_tokens(layer: LayerInStack) -> bool:
