@@ -18,6 +18,7 @@ from torch import nn
 from stoker.models.build import num_parameters
 from stoker.models.model_cost import head_saved_bytes
 from stoker.models.parallel.pipeline import PipelineParallel
+from stoker.models.parallel.schedule import StageTimes
 from stoker.trainer.cli.main import main
 from stoker.trainer.config.resolved_run import resolve_run
 from stoker.trainer.core.training_state import _check_trained_parameters  # pyright: ignore[reportPrivateUsage]
@@ -126,6 +127,26 @@ def test_a_micro_batch_in_flight_holds_the_planned_bytes(name: str, monkeypatch:
             expected = own.saved - casts - own.loss_kept
             expected += head_saved_bytes(rank.family, stack) if own.stage.last else 0
             assert expected == pytest.approx(saved_stage(whole, rank, number, monkeypatch), rel=0.03), own.stage
+
+
+def stage_times(*overrides: str) -> tuple[StageTimes, ...]:
+    time = planned("experiment=llama_1b_bench", *pipelined(4), *overrides).time
+    assert time is not None
+    return time.stages
+
+
+def test_passes_take_the_time_of_their_own_products() -> None:
+    """The backward pass has two products for each of the forward pass, of frozen weights one; attention 2.5."""
+    whole, lora = stage_times(), stage_times("peft=lora")
+    assert 2 < whole[1].backward / whole[1].forward < 2.2
+    assert 1.2 < lora[1].backward / lora[1].forward < 1.5
+    # the gradients of the loss are computed with it
+    assert whole[3].forward > 1.4 * whole[1].forward
+    assert whole[3].backward == pytest.approx(whole[1].backward, rel=0.01)
+    # a pass back through one of the six layers of the first stage, and all of the second
+    few = stage_times("peft=lora", "model.peft.lora_tuning.layer_selection=[6,12,18,24]")
+    assert few[0].backward < 0.25 * few[1].backward
+    assert few[0].forward == pytest.approx(few[1].forward, rel=0.05)
 
 
 def test_the_command_line_prints_and_draws_every_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

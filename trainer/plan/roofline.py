@@ -6,7 +6,7 @@ Matmuls, attention and pointwise kernels run one after the other, each at its me
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from ...kernels.attention.dispatch import BackendSelection
@@ -75,6 +75,15 @@ class Work:
         """FLOPs of dense matmuls in 16 bits that take the same time, with fp8 so much faster than these."""
         saved = self.fp8 * (1 - 1 / fp8_speed)
         return self.matmul + self.grouped * (1 / EFFICIENCY["grouped_gemm"] - 1) - saved
+
+
+Passes = tuple[Work, Work]
+"""Work of the forward and of the backward pass, the latter without recomputation."""
+
+
+def _sum(passes: Iterable[Passes]) -> Passes:
+    forward, backward = zip(*passes, strict=True)
+    return sum(forward, Work()), sum(backward, Work())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,25 +182,26 @@ def _context_moved(inputs: StackInputs) -> tuple[int, int]:
     return sum(forward for forward, _ in found), sum(backward for _, backward in found)
 
 
-def _layer_work(layer: LayerInStack, *, frozen: bool = False) -> Work:
-    """Work of a layer's forward and backward pass without recomputation; frozen weights have no gradients."""
+def _layer_work(layer: LayerInStack, *, frozen: bool = False) -> Passes:
+    """Work of a layer without recomputation; the backward pass has no gradients of frozen weights."""
     memory = layer.memory
     core = attention_core_work(layer.stack, recompute_scores="core_attention" in layer.recomputed_modules)
     passes = EFFICIENCY["pointwise_passes_compiled" if layer.stack.compiled else "pointwise_passes_eager"]
     saved = sum(each.num_bytes for each in memory.saved if each.part not in ("scores", "weights"))
-    moved = passes * (saved + memory.input_bytes)
-    arranging = _context_moved(layer.stack)
+    moved, arranging = passes * (saved + memory.input_bytes) / 3, _context_moved(layer.stack)
+    flops = {"matmul": memory.matmul_flops, "grouped": memory.grouped_flops, "fp8": memory.fp8_flops}
+    forward = Work(**flops, moved=moved + arranging[0]) + core
     if layer.skips_backward:
-        flops = {"matmul": memory.matmul_flops, "grouped": memory.grouped_flops, "fp8": memory.fp8_flops}
-        return Work(**flops, moved=moved / 3 + arranging[0]) + core
-    in_fp8 = 2 if frozen or not memory.inputs.saves_fp8 else 3
-    return Work(
-        matmul=(2 if frozen else 3) * memory.matmul_flops + 3 * core.matmul,
-        fp8=in_fp8 * memory.fp8_flops,
-        grouped=(2 if frozen else 3) * memory.grouped_flops,
-        attention=(1 + _ATTENTION_BACKWARD_RATIO) * core.attention,
-        moved=moved + sum(arranging) + 3 * core.moved,
+        return forward, Work()
+    products = 1 if frozen else 2  # the gradients of inputs, and of weights
+    backward = Work(
+        matmul=products * memory.matmul_flops + 2 * core.matmul,
+        fp8=(products if memory.inputs.saves_fp8 else 1) * memory.fp8_flops,
+        grouped=products * memory.grouped_flops,
+        attention=_ATTENTION_BACKWARD_RATIO * core.attention,
+        moved=2 * moved + arranging[1] + 2 * core.moved,
     )
+    return forward, backward
 
 
 def recompute_work(layer: LayerInStack) -> Work:
@@ -200,14 +210,11 @@ def recompute_work(layer: LayerInStack) -> Work:
         return Work()
     memory = layer.memory
     if layer.is_recomputed:
-        core = attention_core_work(layer.stack)
+        forward, _ = _layer_work(layer)
         # the backward pass does not need the output of fc2, so the compiler does not recompute it
         skipped = memory.last_matmul_flops if layer.stack.compiled and layer.recompute.chunk == 1 else 0.0
-        arranging = _context_moved(layer.stack)
-        moved = _layer_work(layer).moved - 3 * core.moved - sum(arranging) + 3 * arranging[0]
-        fp8 = memory.fp8_flops - skipped * (memory.inputs.fp8 is not None)
-        flops = {"matmul": memory.matmul_flops - skipped, "grouped": memory.grouped_flops, "fp8": fp8}
-        return Work(**flops, moved=moved / 3) + core
+        fp8 = forward.fp8 - skipped * (memory.inputs.fp8 is not None)
+        return replace(forward, matmul=forward.matmul - skipped, fp8=fp8)
     modules = layer.recomputed_modules
     total = Work(moved=2.0 * recomputed_bytes(memory.saved, modules - {"core_attention"}))
     if "core_attention" in modules:
@@ -218,28 +225,33 @@ def recompute_work(layer: LayerInStack) -> Work:
     return total
 
 
-def _embedding_and_loss_work(run: RunInputs, stack: StackInputs) -> Work:
-    """Work of embeddings, head and loss around a stack, or what a pipeline stage has of it, for one micro batch."""
+def _embedding_and_loss_work(run: RunInputs, stack: StackInputs) -> Passes:
+    """Work of embeddings, head and loss around a stack, or what a pipeline stage has of it, for one micro batch.
+
+    The loss computes its gradients, and multiplies them back, in the forward pass (`kernels.cross_entropy`).
+    """
     e, ends = run.widths.compute, stack.stack.begins + stack.stack.ends
     logits = stack.tokens * run.family.padded_vocab_size * stack.computes_loss
-    moved = logits * e * 4 + stack.residual_elements * e * 4 * ends
-    return Work(matmul=(4.0 if run.is_frozen else 6.0) * logits * stack.stack.hidden_size, moved=moved)
+    outer = Work(moved=stack.residual_elements * e * 2 * ends)
+    products = (4.0 if run.is_frozen else 6.0) * logits * stack.stack.hidden_size
+    return Work(matmul=products, moved=logits * e * 4) + outer, outer
 
 
-def _lora_work(run: RunInputs, share: float) -> Work:
+def _lora_work(run: RunInputs, share: float) -> Passes:
     """Work that LoRA adds to a micro batch in a share of the rank's layers: three low-rank matmuls for each adapter
-    matrix, bound by what they read.
+    matrix, one of them in the forward pass, bound by what they read.
 
-    The input of a linear layer is read twice more and its gradient written once more; its output is written once more
-    and the gradient of that read once more (`kernels.lora_linear`). In a fused MLP only the output's part is added
-    between its projections.
+    The input of a linear layer is read once more in each pass, and its gradient written once more; its output is
+    written once more and the gradient of that read once more (`kernels.lora_linear`). In a fused MLP only the output's
+    part is added between its projections.
     """
     peft = run.peft
     if not isinstance(peft, LoRASlice):
-        return Work()
+        return Work(), Work()
     tokens, trained = max(stack.tokens for stack in run.stacks), run.counts.trainable * share
-    passes = 1.5 if all(stack.fused_lora_mlp for stack in run.stacks) else 2.0
-    return Work(matmul=6.0 * tokens * trained, moved=passes * tokens * run.widths.compute * trained / peft.rank)
+    passes = 0.75 if all(stack.fused_lora_mlp for stack in run.stacks) else 1.0
+    forward = Work(matmul=2.0 * tokens * trained, moved=passes * tokens * run.widths.compute * trained / peft.rank)
+    return forward, replace(forward, matmul=2 * forward.matmul)
 
 
 def _update_bytes(run: RunInputs) -> float:
@@ -306,10 +318,8 @@ class _Speeds:
 
     def forward_and_backward(self, layer: LayerInStack, *, frozen: bool) -> tuple[float, float]:
         """Seconds of the forward pass of a layer, and of its backward pass with recomputation."""
-        seconds = self.seconds(_layer_work(layer, frozen=frozen))
-        if layer.skips_backward:
-            return seconds, 0.0
-        return seconds / 3, seconds * 2 / 3 + self.seconds(recompute_work(layer))
+        forward, backward = _layer_work(layer, frozen=frozen)
+        return self.seconds(forward), self.seconds(backward + recompute_work(layer))
 
 
 @dataclass(frozen=True, slots=True)
@@ -382,21 +392,21 @@ def rank_time(run: RunInputs, memory: MemoryPlan, gpu: GPUSpec) -> RankTime:
         pointwise=gpu.pointwise_bandwidth,
         fp8=gpu.efficiency["fp8_speed"],
     )
-    micro, model_work, recompute, all_recomputed = run.micro_batches, Work(), Work(), run.with_all_recomputed
-    seconds: list[tuple[float, list[float]]] = []
+    micro, recompute, all_recomputed = run.micro_batches, Work(), run.with_all_recomputed
+    works, repeated = list[Passes](), list[list[float]]()
     for number, stack in enumerate(run.stacks):
         layers = [layer for layer in memory.layers if layer.stack is stack]
-        own = _embedding_and_loss_work(run, stack) + _lora_work(run, len(layers) / max(1, len(memory.layers)))
-        own = sum((_layer_work(layer, frozen=run.is_frozen) for layer in layers), own)
+        outer = _embedding_and_loss_work(run, stack), _lora_work(run, len(layers) / max(1, len(memory.layers)))
+        works.append(_sum([*outer, *(_layer_work(layer, frozen=run.is_frozen) for layer in layers)]))
         again, whole = sum(map(recompute_work, layers), Work()), run.fully_recomputed(number)
         all_again = again
         if whole:
             found, part = layers_in_order(all_recomputed), all_recomputed.stacks[number]
             all_again = sum((recompute_work(layer) for layer in found if layer.stack is part), Work())
-        model_work += own
         recompute += again.times(micro - len(whole)) + all_again.times(len(whole))
-        each = [speeds.seconds(all_again if number in whole else again) for number in range(micro)]
-        seconds.append((speeds.seconds(own), each))
+        repeated.append([speeds.seconds(all_again if number in whole else again) for number in range(micro)])
+    forward, backward = _sum(works)
+    model_work = forward + backward
     parts = {
         "matrix products": micro * speeds.matmul_seconds(model_work),
         "attention": micro * model_work.attention / speeds.attention,
@@ -407,7 +417,7 @@ def rank_time(run: RunInputs, memory: MemoryPlan, gpu: GPUSpec) -> RankTime:
         run,
         memory.layers,
         gpu,
-        micro_batch_seconds=speeds.seconds(model_work),
+        micro_batch_seconds=(speeds.seconds(forward), speeds.seconds(backward)),
         matmul_seconds=micro * speeds.matmul_seconds(model_work),
         attention_seconds=parts["attention"],
     )
@@ -421,7 +431,8 @@ def rank_time(run: RunInputs, memory: MemoryPlan, gpu: GPUSpec) -> RankTime:
     once = set[str]() if run.shards_gradients else {"data", "expert data", "replicas"}
     after = sum((each.exposed for each in traffic if each.axis in {"embeddings", "position biases", *once}), 0.0)
     during = sum((each.exposed for each in traffic), -after)
-    scale = (sum(parts.values()) + during) / max(1e-12, sum(micro * own + sum(again) for own, again in seconds))
+    computing = micro * speeds.seconds(model_work) + sum(map(sum, repeated))
+    scale = (sum(parts.values()) + during) / max(1e-12, computing)
     update = _update_bytes(run) / speeds.pointwise + _newton_schulz_flops(run, memory) / speeds.matmul
     parts["update"] = max(update, memory.persistent.on_host / gpu.host_link) + _ema_seconds(run, memory, gpu)
     parts["messages"] = during + after
@@ -429,12 +440,12 @@ def rank_time(run: RunInputs, memory: MemoryPlan, gpu: GPUSpec) -> RankTime:
         parts=parts,
         stages=tuple(
             StageTimes(
-                forward=scale * own / 3,
-                backward=scale * own * 2 / 3,
+                forward=scale * speeds.seconds(work[0]),
+                backward=scale * speeds.seconds(work[1]),
                 recompute=tuple(scale * each for each in again),
                 **message_seconds(run, stack, gpu),
             )
-            for stack, (own, again) in zip(run.stacks, seconds, strict=True)
+            for stack, work, again in zip(run.stacks, works, repeated, strict=True)
         ),
         after=after,
         recompute=recompute,

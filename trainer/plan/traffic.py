@@ -316,7 +316,7 @@ def axis_traffic(
     layers: Sequence[LayerInStack],
     gpu: GPUSpec,
     *,
-    micro_batch_seconds: float,
+    micro_batch_seconds: tuple[float, float],
     matmul_seconds: float,
     attention_seconds: float,
 ) -> tuple[AxisTraffic, ...]:
@@ -326,14 +326,14 @@ def axis_traffic(
         run: inputs of the estimate.
         layers: of all stacks.
         gpu: the GPU of a rank.
-        micro_batch_seconds: computing time of a micro batch.
+        micro_batch_seconds: computing time of the forward and of the backward pass of a micro batch.
         matmul_seconds: that of all matmuls of the step.
         attention_seconds: that of all attention of the step.
     """
     step = step_traffic(run, layers)
     replicated = run.layout is None or run.layout.replicates_weights
-    backward = micro_batch_seconds * 2 / 3
-    data = backward if replicated else micro_batch_seconds * run.micro_batches
+    _, backward = micro_batch_seconds
+    data = backward if replicated else sum(micro_batch_seconds) * run.micro_batches
     if run.layout is not None and run.layout.shards_gradients:
         data = backward * run.micro_batches
     hides: dict[CommunicationAxis, float] = {
