@@ -14,7 +14,7 @@ from .language_model import BaseLanguageModel
 from .parallel.partition import RankPart, partitions_of, set_partitions
 from .parallel.pipeline import PipelineParallel, RankStages
 from .parallel.relay import Relay
-from .parallel.stages import Stage
+from .parallel.stages import PipelineSplit, Stage
 from .stack import Stack
 from .t5 import T5
 
@@ -42,7 +42,7 @@ def apply_pipeline_parallel(model: BaseLanguageModel, ranks: PipelineParallel) -
         ValueError: the layers cannot be distributed so.
     """
     stages = ranks.split.stages(*(stack.num_layers for stack in model.stacks))
-    holders = _holders(model, stages, ranks)
+    holders = module_holders(model, stages, ranks.split)
     for stack in model.stacks:
         _ = stack.draws_dropout  # of all layers
     _remove(model, (path for path, found in holders.items() if ranks.rank not in found))
@@ -78,13 +78,13 @@ def distribute_layers(model: BaseLanguageModel, relay: Relay) -> None:
     )
 
 
-def _holders(
-    model: BaseLanguageModel, stages: Sequence[Stage], ranks: PipelineParallel
+def module_holders(
+    model: BaseLanguageModel, stages: Sequence[Stage], split: PipelineSplit
 ) -> Mapping[str, tuple[int, ...]]:
-    """Return the pipeline ranks that have a module or parameter, by its path, in forward order."""
+    """Return the pipeline ranks that have a module or parameter of a whole model, by its path, in forward order."""
 
     def of(chosen: Sequence[Stage]) -> tuple[int, ...]:
-        return tuple(sorted({ranks.split.rank_of(stage) for stage in chosen}))
+        return tuple(sorted({split.rank_of(stage) for stage in chosen}))
 
     found: dict[str, tuple[int, ...]] = {}
     names = {stack: name for name, stack in model.named_children() if isinstance(stack, Stack)}

@@ -23,6 +23,10 @@ BLOCK = [f"model.activations_checkpoint_{key}" for key in ("granularity=full", "
 EXPERT, COMM = "model.expert_model_parallel_size", "model.cp_comm_type"
 
 
+def lora(layers: list[int] | None = None) -> list[str]:
+    return ["model.peft.peft_scheme=lora", f"model.peft.lora_tuning.layer_selection={layers or 'null'}"]
+
+
 @looped(
     ("keys", "refused", "words"),
     [
@@ -131,6 +135,25 @@ def test_what_does_not_fit_is_told_with_a_cure(keys: list[str], refused: str, wo
             VIRTUAL,
             "is not supported in a pipeline with an encoder and a decoder",
             f"{VIRTUAL}=null",
+        ),
+        ([f"{PIPELINE}=2", *lora([3, 4])], PIPELINE, "leaves rank 0 (layers 1-2) nothing to", f"{PIPELINE}=1"),
+        (
+            [f"{PIPELINE}=2", f"{VIRTUAL}=2", *lora([1, 3])],
+            PIPELINE,
+            "leaves rank 1 (layers 2, 4) nothing to train with `layer_selection` ([1, 3])",
+            f"{PIPELINE}=1 {VIRTUAL}=null",
+        ),
+        (
+            [*T5, f"{PIPELINE}=4", f"{SPLIT}=1", *STACKS, *lora([1])],
+            PIPELINE,
+            "leaves rank 2 (layers 3-4) and rank 3 (layers 5-6) nothing",
+            f"{PIPELINE}=1",
+        ),
+        (
+            [f"{PIPELINE}=4", *COUNTS, "model.num_layers=2", *lora()],
+            PIPELINE,
+            "leaves rank 0 (no layers) and rank 3 (no layers) nothing to train with `peft_scheme` (lora)",
+            f"{PIPELINE}=1",
         ),
         ([*T5, f"{PIPELINE}=2", f"{SPLIT}=1", f"{FIRST}=1"], FIRST, "is not supported in", f"{FIRST}=null"),
         ([*T5, f"{PIPELINE}=2", f"{SPLIT}=1", COUNTS[0]], COUNTS[0][:-5], "is not supported in", COUNTS_OFF.split()[0]),

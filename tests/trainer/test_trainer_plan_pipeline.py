@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -13,16 +12,14 @@ from config_helpers import load
 from gpt_builder import build_model
 from saved_activations import plan_inputs, saved_stage
 from tiers import cases, looped
-from torch import nn
 
 from stoker.models.build import num_parameters
 from stoker.models.model_cost import head_saved_bytes
 from stoker.models.parallel.pipeline import PipelineParallel
 from stoker.models.parallel.schedule import StageTimes
+from stoker.models.peft.apply import trainable_parameters
 from stoker.trainer.cli.main import main
 from stoker.trainer.config.resolved_run import resolve_run
-from stoker.trainer.core.training_state import _check_trained_parameters  # pyright: ignore[reportPrivateUsage]
-from stoker.trainer.distributed.process_group import DistributedContext
 from stoker.trainer.plan.hardware import parse_gpu
 from stoker.trainer.plan.layers import layers_in_order
 from stoker.trainer.plan.run_inputs import pipeline_ranks
@@ -50,6 +47,7 @@ T5 = [
     ),
 ]  # fmt: skip
 TIED_T5 = [*T5, "model.share_decoder_tokens_head_embeddings=True"]
+NAMES = "model.peft.selective_tuning.tunable_base_param_names"
 FULL = [f"model.activations_checkpoint_{key}" for key in ("granularity=full", "method=uniform", "num_layers=1")]
 
 
@@ -161,12 +159,51 @@ def test_the_command_line_prints_and_draws_every_rank(tmp_path: Path, capsys: py
     assert "set model.pipeline_model_parallel_size" in capsys.readouterr().err
 
 
-def test_a_stage_without_a_parameter_to_train_is_refused() -> None:
-    run: Any = SimpleNamespace(
-        resolved=SimpleNamespace(model=load("model=gpt_tiny", "model.peft.peft_scheme=lora").root.model),
-        mesh=SimpleNamespace(stages=DistributedContext(1, 2)),
-    )
-    model: Any = nn.Linear(1, 1)
-    _check_trained_parameters(run, model)
-    with pytest.raises(UserError, match=r"stage 1 of the pipeline has no parameter to train .*lora"):
-        _check_trained_parameters(run, model.requires_grad_(False))
+UNTIED = ["model.share_embeddings_and_output_weights=False"]
+
+
+@looped(
+    ("given", "names", "idle"),
+    [
+        ([*LLAMA, *pipelined(2)], "layers.3", 0),
+        ([*LLAMA, *pipelined(2)], "layers.0, layers.3", None),
+        ([*LLAMA, *pipelined(2, 2)], "layers.0, layers.2", 1),
+        ([*LLAMA, *UNTIED, *pipelined(2)], "token_embedding", 1),
+        ([*LLAMA, *TIED, *pipelined(2)], "token_embedding", None),
+        ([*LLAMA, *TIED, *pipelined(4)], "token_embedding", 1),
+        (["model=gpt3_1b", *SMALL, *RELATIVE, *pipelined(4)], "score_positions", None),
+        ([*BERT, *pipelined(2)], "head_bias", 0),
+        ([*T5, *pipelined(4, split=2)], "encoder.layers", 2),
+        ([*T5, *pipelined(2, split=1)], "encoder.layers, decoder.final_norm", None),
+    ],
+)
+def test_a_rank_that_selective_leaves_nothing_to_train_is_refused(
+    given: list[str], names: str, idle: int | None
+) -> None:
+    """Beside models built as the stages of each rank, of which tied embeddings and position biases are in several."""
+    given = [*given, "model.peft.peft_scheme=selective", f"{NAMES}=[{names}]", "model.restore_from_path=x"]
+    root = load(*given).root
+    run = resolve_run(root, world_size=root.trainer.devices, capability=(9, 0))  # type: ignore[arg-type]
+    assert run.pipeline is not None
+    found = [
+        rank
+        for rank in range(run.pipeline.ranks)
+        if not trainable_parameters(
+            build_model(
+                run.model,
+                vocab_size=64,
+                device="meta",
+                micro_batch_size=1,
+                batch_spec=run.batch_spec,
+                peft=run.peft,
+                pipeline_parallel=PipelineParallel(rank, run.pipeline),
+                kinds=("training", "evaluation"),
+            )
+        )
+    ]
+    assert found[:1] == ([] if idle is None else [idle])
+    if idle is None:
+        planned(*given)
+        return
+    with pytest.raises(UserError, match=rf"\({re.escape(names)}\) leaves rank {idle} of .* nothing to train"):
+        planned(*given)

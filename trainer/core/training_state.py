@@ -82,8 +82,6 @@ def build_training_state(run: RunContext) -> TrainingState:
     data_parallel = build_data_parallel(resolved, run.device, run.mesh)
     model = build_model(resolved, run.data.vocab_size, run.device, run.model_plan, data_parallel, run.mesh)
     open_peer_exchange(model, run.mesh, run.device)
-    with run.ranks.raise_on_all_ranks():
-        _check_trained_parameters(run, model)
     if resumed is None:
         for line in load_pretrained_weights(resolved, model, run.data.tokenizer, base):
             run.logger.log(line)
@@ -182,20 +180,6 @@ def open_peer_exchange(model: LanguageModel, mesh: Mesh, device: torch.device) -
     exchange = open_exchange(mesh.expert.group, memory, mesh.expert.size)
     for experts in found:
         experts.exchange = exchange
-
-
-def _check_trained_parameters(run: RunContext, model: LanguageModel) -> None:
-    """Check that the stages of this rank have parameters to train, which PEFT may have in other layers only.
-
-    Raises:
-        UserError: they have none.
-    """
-    if not trainable_parameters(model):
-        scheme = run.resolved.model.peft.peft_scheme
-        raise UserError(
-            f"stage {run.mesh.stages.rank} of the pipeline has no parameter to train with `model.peft.peft_scheme` "
-            f"({scheme}); train some of its layers too, or use model.pipeline_model_parallel_size=1"
-        )
 
 
 def _base_record(run: RunContext, base: PretrainedWeights | None) -> BaseRecord | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -13,11 +14,14 @@ from ...models.config.batch_shape import BatchSpec
 from ...models.config.families import FamilySlice, keys_by_stack
 from ...models.config.memory import MemoryKeys
 from ...models.config.model import Family
-from ...models.config.peft import peft_slice
+from ...models.config.peft import SelectiveSlice, peft_slice
 from ...models.model_cost import count_parameters, count_slice_parameters
 from ...models.parallel.layout import ParallelLayout
 from ...models.peft.apply import trainable_parameters
+from ...models.pipeline_parallel import module_holders
+from ..config.parameter_layout import pipeline_split
 from ..config.schema.root import MODEL_BLOCKS, AnyModelBlock
+from ..utils.errors import UserError
 
 _MEMORY_KEYS = dict.fromkeys(MemoryKeys.own_keys(), True)
 _IRRELEVANT_KEYS: Any = {
@@ -47,7 +51,12 @@ class ParameterCounts(NamedTuple):
 
 
 def count_trainable(keys: AnyModelBlock, vocab_size: int, form: BatchSpec) -> ParameterCounts:
-    """Count the parameters of a model for samples of this `form`, and those trained; nothing is allocated."""
+    """Count the parameters of a model for samples of this `form`, and those trained; nothing is allocated.
+
+    Raises:
+        ValueError: `peft` selects layers or parameters that do not exist.
+        UserError: it names no parameter of a rank of the pipeline.
+    """
     if not keys.peft.is_on:
         number = count_parameters(keys, vocab_size, form)
         return ParameterCounts(number, number, (), (0,) * len(keys_by_stack(keys)))
@@ -78,6 +87,7 @@ def count_stages(
 @lru_cache(maxsize=16)
 def _count_on_meta(family: Family, keys: str, vocab_size: int, form: BatchSpec) -> ParameterCounts:
     block = MODEL_BLOCKS[family].model_validate_json(keys)
+    peft = peft_slice(block.peft)
     model = build_model(
         block,
         vocab_size=vocab_size,
@@ -86,15 +96,38 @@ def _count_on_meta(family: Family, keys: str, vocab_size: int, form: BatchSpec) 
         flags=AttentionFlags(),
         micro_batch_size=1,
         batch_spec=form,
-        peft=peft_slice(block.peft),
+        peft=peft,
     )
     trained = trainable_parameters(model)
+    if isinstance(peft, SelectiveSlice):
+        _check_pipeline(model, block, trained)
     return ParameterCounts(
         total=num_parameters(model),
         trainable=sum(parameter.numel() for parameter in trained.values()),
         trainable_tensors=tuple((parameter.numel(), parameter.ndim) for parameter in trained.values()),
         first_backward_layers=_first_backward_layers(model),
     )
+
+
+def _check_pipeline(model: LanguageModel, keys: AnyModelBlock, trained: Iterable[str]) -> None:
+    """Check that each rank of a pipeline trains parameters, by their names, which only a model has; configuration rules
+    check schemes that add parameters to layers.
+
+    Raises:
+        UserError: a rank trains none.
+    """
+    split, path = pipeline_split(keys), "model.pipeline_model_parallel_size"
+    if split is None:
+        return
+    holders = module_holders(model, split.stages(*(stack.num_layers for stack in model.stacks)), split)
+    for rank in range(split.ranks):
+        elsewhere = tuple(f"{module}." for module, ranks in holders.items() if rank not in ranks)
+        if all(f"{name}.".startswith(elsewhere) for name in trained):
+            names = ", ".join(keys.peft.selective_tuning.tunable_base_param_names or ())
+            raise UserError(
+                f"`model.peft.selective_tuning.tunable_base_param_names` ({names}) leaves rank {rank} of `{path}` "
+                f"({split.ranks}) nothing to train; add parameters of its layers, or set {path}=1"
+            )
 
 
 def _first_backward_layers(model: LanguageModel) -> tuple[int, ...]:

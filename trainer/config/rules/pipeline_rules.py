@@ -8,6 +8,7 @@ from typing import Any
 from ....models.config.families import keys_by_stack
 from ....models.config.key_block import Finding
 from ....models.config.memory import partial_recompute
+from ....models.config.peft import AdapterSlice, IA3Slice, LoRASlice, peft_slice
 from ....models.config.stack import divisors
 from ....models.config.t5 import T5Keys
 from ....models.parallel.rules import PIPELINE
@@ -118,6 +119,36 @@ def encoder_and_decoder_have_ranks(context: RuleContext) -> Iterator[Finding]:
     else:
         rule = f"{size} less `{_SPLIT}` ({first}) must divide `decoder.num_layers` ({layers[1]})"
         yield Finding.error((path, PIPELINE, "model.decoder.num_layers"), rule, fix)
+
+
+def every_rank_trains_a_layer(context: RuleContext) -> Iterator[Finding]:
+    """Each rank has a layer that fine-tuning adds parameters to, since a rank cannot train nothing; what `selective`
+    names is known when the model is planned.
+    """
+    keys = context.root.model
+    split, peft = pipeline_split(keys), peft_slice(keys.peft)
+    if split is None or not isinstance(peft, LoRASlice | AdapterSlice | IA3Slice) or not _fits(keys):
+        return
+    counts = [stack.num_layers for stack in keys_by_stack(keys).values()]
+    own = {rank: [stage.layers for stage in split.stages_of(rank, counts)] for rank in range(split.ranks)}
+    idle = [
+        f"rank {rank} ({_numbers(parts)})"
+        for rank, parts in own.items()
+        if not any(peft.layers.includes(index) for part in parts for index in part)
+    ]
+    if idle:
+        scheme, numbers = keys.peft.peft_scheme, peft.layers.numbers
+        path, given = "model.peft.peft_scheme", f"`peft_scheme` ({scheme})"
+        if numbers is not None:
+            path, given = f"model.peft.{scheme}_tuning.layer_selection", f"`layer_selection` ({sorted(numbers)})"
+        rule = f"`{_SIZE}` ({split.ranks}) leaves {' and '.join(idle)} nothing to train with {given}"
+        yield Finding.error((PIPELINE, path), rule, f"{PIPELINE}=1" + f" model.{_VIRTUAL}=null" * (split.chunks > 1))
+
+
+def _numbers(parts: Iterable[range]) -> str:
+    """Return the numbers of layers, counted from 1, like `layers 1-2, 5-6`."""
+    found = [f"{part.start + 1}-{part.stop}".removeprefix(f"{part.stop}-") for part in parts if part]
+    return f"layers {', '.join(found)}" if found else "no layers"
 
 
 def offloaded_layers_are_of_one_rank(context: RuleContext) -> Iterator[Finding]:
