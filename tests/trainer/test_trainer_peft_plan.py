@@ -167,6 +167,14 @@ def test_a_run_that_trains_its_last_layer_is_not_refused(tmp_path: Path, monkeyp
         check_memory(every, CPU)
 
 
+def test_a_name_without_a_parameter_is_no_error_of_stoker(tmp_path: Path) -> None:
+    tuning = {"tunable_base_param_names": ["mlp", "no_such"]}
+    config = tiny_config(tmp_path, model__peft__peft_scheme="selective", model__peft__selective_tuning=tuning)
+    with pytest.raises(UserError, match=r"`tunable_base_param_names` \(no_such\) must be part of the name"):
+        run_training(config)
+    assert not list(tmp_path.glob("**/run.log"))
+
+
 def test_prompts_are_read_by_all_layers() -> None:
     given = ("model.peft.peft_scheme=ptuning", "model.restore_from_path=x", "model.max_position_embeddings=8192")
     few, many = (plan_of(*given, f"model.peft.p_tuning.virtual_tokens={number}") for number in (20, 2068))

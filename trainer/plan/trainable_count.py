@@ -54,8 +54,7 @@ def count_trainable(keys: AnyModelBlock, vocab_size: int, form: BatchSpec) -> Pa
     """Count the parameters of a model for samples of this `form`, and those trained; nothing is allocated.
 
     Raises:
-        ValueError: `peft` selects layers or parameters that do not exist.
-        UserError: it names no parameter of a rank of the pipeline.
+        UserError: `peft` selects layers or parameters that do not exist, or none of a rank of the pipeline.
     """
     if not keys.peft.is_on:
         number = count_parameters(keys, vocab_size, form)
@@ -88,16 +87,19 @@ def count_stages(
 def _count_on_meta(family: Family, keys: str, vocab_size: int, form: BatchSpec) -> ParameterCounts:
     block = MODEL_BLOCKS[family].model_validate_json(keys)
     peft = peft_slice(block.peft)
-    model = build_model(
-        block,
-        vocab_size=vocab_size,
-        device="meta",
-        dtype=torch.float32,
-        flags=AttentionFlags(),
-        micro_batch_size=1,
-        batch_spec=form,
-        peft=peft,
-    )
+    try:
+        model = build_model(
+            block,
+            vocab_size=vocab_size,
+            device="meta",
+            dtype=torch.float32,
+            flags=AttentionFlags(),
+            micro_batch_size=1,
+            batch_spec=form,
+            peft=peft,
+        )
+    except ValueError as error:
+        raise UserError(str(error)) from None
     trained = trainable_parameters(model)
     if isinstance(peft, SelectiveSlice):
         _check_pipeline(model, block, trained)
