@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import pytorch_lightning as pl
 import torch
 import torch.distributed as dist
 from distributed_runs import DistributedRuns, records
 from forked_ranks import fork_ranks
-from tiny_run import tiny_document
+from tiny_run import tiny_config, tiny_document
 from torch._C._distributed_c10d import FileStore, TCPStore
 
 from stoker.trainer.config.load import config_from_document
@@ -24,6 +25,7 @@ from stoker.trainer.distributed import launcher
 from stoker.trainer.distributed.placement import Placement, resolve_placement
 from stoker.trainer.distributed.process_group import init_distributed, shutdown_distributed
 from stoker.trainer.lightning.lightning_trainer import MeshStrategy
+from stoker.trainer.train import train_in_group
 from stoker.trainer.utils.environment import worker_environment
 from stoker.trainer.utils.errors import UserError
 
@@ -45,6 +47,18 @@ def test_lightning_reduces_and_broadcasts_as_asked(tmp_path):
 
     expected = [1.5, 1.5, 3.0, 2.0, 1.0, 2.0, 1.5, 3.0, "text", {"stop": [1, None]}]
     assert fork_ranks(str(tmp_path), 2, on_rank) == [expected, expected]
+
+
+def test_callbacks_of_one_rank_change_no_collectives_of_the_others(tmp_path):
+    """Weights wait for callbacks, and on a CPU are gathered when they are waited for."""
+    zero1 = {"model__optim__name": "distributed_fused_adam", "trainer__devices": 2, "trainer__process_timeout": 20}
+
+    def on_rank(rank: int) -> int:
+        config = tiny_config(tmp_path / "run", trainer__max_steps=2, trainer__limit_val_batches=0, **zero1)
+        store, callbacks = FileStore(str(tmp_path / "store"), 2), [pl.Callback()] if rank == 1 else []
+        return train_in_group(config, rank, 2, rank, store, callbacks=callbacks).step
+
+    assert fork_ranks(str(tmp_path), 2, on_rank) == [2, 2]
 
 
 def test_runs_of_a_script_under_torchrun_do_not_meet_groups_that_have_ended(tmp_path, monkeypatch):

@@ -147,7 +147,8 @@ def build_training_loop(
 def _build_module(run: RunContext, state: TrainingState, schedule: BatchSchedule) -> LanguageModule:
     """Build the Lightning module with its dataloader."""
     keys, mesh = run.resolved.model, run.mesh
-    waits, layout = bool(run.callbacks.callbacks), run.resolved.layout
+    # On a CPU weights are gathered when they are waited for: all ranks wait, or none, whichever have callbacks.
+    waits, layout = bool(run.ranks.all_reduce_flags(bool(run.callbacks.callbacks))), run.resolved.layout
     if waits and keys.optim.overlap_param_sync and layout is not None and layout.gathers_updates:
         run.logger.log(
             "warning: `overlap_param_sync` (True) has no effect with callbacks of your own: they may read weights "
