@@ -193,6 +193,16 @@ def test_when_a_metric_ends_a_run(values, params, stops_at, because):
     assert because in reason
 
 
+@pytest.mark.parametrize(("patience", "counts"), [(0, "1 check"), (2, "2 checks")])
+def test_the_log_counts_checks_without_improvement(patience, counts):
+    stopping = EarlyStopping(
+        EarlyStoppingParams.model_validate({"patience": patience}), EarlyStoppingState.model_validate({})
+    )
+    *_, (reason, line) = map(stopping.check, [5.0] * (1 + max(patience, 1)))
+    assert line == f"val_loss 5.0000 is no better than 5.0000: {counts} without improvement, patience {patience}"
+    assert reason is not None
+
+
 def test_patience_is_remembered():
     params = EarlyStoppingParams.model_validate({"patience": 3})
     first = EarlyStopping(params, EarlyStoppingState.model_validate({}))

@@ -9,6 +9,7 @@ import math
 
 from ..checkpoint.loop_state import EarlyStoppingState
 from ..config.schema.exp_manager import EarlyStoppingParams, canonical_metric_name
+from ..utils.text import pluralize
 
 STOP_REASON_PREFIX = "early stopping"
 """Prefix of the stop reason of a run that was stopped early."""
@@ -62,7 +63,7 @@ class EarlyStopping:
                 return f"{self.metric} {state.last:.4f} is worse than divergence_threshold={divergence:g}"
         if state.waited and state.waited >= params.patience:
             best = "" if state.best is None else f" than {state.best:.4f}"
-            return f"{self.metric} was no better{best} in {state.waited} check{'s' * (state.waited != 1)}"
+            return f"{self.metric} was no better{best} in {pluralize(state.waited, 'check')}"
         return None
 
     @property
@@ -90,4 +91,4 @@ class EarlyStopping:
         return value < other if self._params.mode == "min" else value > other
 
     def _waiting(self) -> str:
-        return f"{self.state.waited} of {self._params.patience} checks"
+        return f"{pluralize(self.state.waited, 'check')} without improvement, patience {self._params.patience}"
