@@ -156,13 +156,15 @@ def test_a_file_without_any_good_line_is_an_error(tmp_path: Path, capsys: pytest
     error = capsys.readouterr().err
     assert f"{tmp_path}/b.jsonl: none of 4 is a usable document" in error
     assert f"no key 'text': 4, first at {tmp_path}/b.jsonl:1; set --json-key to one of 'content'" in error
-    assert not (tmp_path / "p.bin").exists()
+    assert not list(tmp_path.glob("p*"))
     (tmp_path / "a.jsonl").unlink()
-    command.append("--overwrite")
     assert main([*command, "--on-error", "stop"]) == 2
     assert f"{tmp_path}/b.jsonl:1: no key 'text'; set --json-key to one of 'content'" in capsys.readouterr().err
     assert main([*command, "--train-tokenizer", "300"]) == 2
     assert "holds no document; no key 'text'; set --json-key to one of 'content'" in capsys.readouterr().err
+    assert not list(tmp_path.glob("p*"))
+    write_lines(tmp_path / "b.jsonl", 3)
+    assert main(command) == 0
 
 
 @pytest.mark.parametrize("kept_by_earlier_version", [False, True])

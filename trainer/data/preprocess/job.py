@@ -78,7 +78,7 @@ def preprocess(job: Job, log: Callable[[str], None]) -> PreprocessResult:
     """Run the command, or resume an earlier run of it.
 
     Raises:
-        UserError: inputs, tokenizer or output are unusable; finished parts are kept.
+        UserError: inputs, tokenizer or output are unusable; finished parts are kept, unless an input has no document.
     """
     sources = find_sources(job.inputs)
     size, chunk = part_bytes(sources)
@@ -98,7 +98,11 @@ def preprocess(job: Job, log: Callable[[str], None]) -> PreprocessResult:
                 "or use --no-append-eod"
             )
         tally = _Work(job, sources, units, chunk, tokenizer, journal).run()
-        _check_documents(tally, sources)
+        try:
+            _check_documents(tally, sources)
+        except UserError:
+            journal.remove()  # the same command would fail again, and its parts would refuse the corrected one
+            raise
         summary = {
             "format": FORMAT,
             "tokenizer": tokenizer.to_dict(),
