@@ -66,7 +66,7 @@ def test_an_adapter_is_the_same_model_in_peft_and_merged(name: str, scheme: str,
         their_logits(loaded(name, tmp_path / "adapter"), tokens, is_t5=is_t5), ours, atol=2e-4, rtol=1e-4
     )
 
-    convert(run, tmp_path / "merged", merge=True)
+    assert len(convert(run, tmp_path / "merged", merge=True)) == 1
     merged = type(random_model(name)).from_pretrained(tmp_path / "merged").eval()
     merged.config._experts_implementation = "eager"  # the others need widths that tiny experts have not
     torch.testing.assert_close(their_logits(merged, tokens, is_t5=is_t5), ours, atol=2e-4, rtol=1e-4)
@@ -87,7 +87,13 @@ def test_merging_in_a_wider_dtype_does_not_round_to_that_of_the_base(to: str, tm
     base = base_folder("llama", tmp_path / "llama")
     save_file({key: tensor.bfloat16() for key, tensor in tensors_of(base).items()}, base / "model.safetensors")
     run = finetune(base, tmp_path / "run", DRAWN).directory
-    convert(run, tmp_path / "merged", merge=True, to=to, dtype=torch.float32)
+    rounded, kept, asked = (
+        convert(run, tmp_path / name, merge=True, to=to, dtype=dtype)
+        for name, dtype in (("rounded", None), ("merged", torch.float32), ("asked", torch.bfloat16))
+    )
+    assert rounded[1:] == ["merged weights are rounded to bf16, as those of the base are; --dtype fp32 keeps them"]
+    without_effect = finetune(base, tmp_path / "zero", "model.optim.lr=1e-300").directory  # B stays 0
+    assert len(kept) == len(asked) == len(convert(without_effect, tmp_path / "same", merge=True, to=to)) == 1
     tokens = some_tokens()
     ours, merged = (our_logits(load_model(folder, "cpu"), tokens) for folder in (run, tmp_path / "merged"))
     torch.testing.assert_close(merged, ours, atol=1e-5, rtol=1e-5)

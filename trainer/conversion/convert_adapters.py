@@ -133,13 +133,14 @@ def _merge_to_stoker(
     document = checkpoint.config_document
     document["model"] = {**document["model"], "peft": {}, "restore_from_path": None}
     state, tokenizer_document = _fresh(checkpoint.state), checkpoint.tokenizer_document_with_chat
+    notes: list[str] = []
     with (
         damage_as_user_error(checkpoint),
-        open_merged(checkpoint, run, tokenizer, base, dtype) as tensors,
+        open_merged(checkpoint, run, tokenizer, base, dtype, notes.append) as tensors,
         atomic_folder(target, overwrite=overwrite) as folder,
     ):
         write_converted_checkpoint(folder, WEIGHTS, tensors, state, document, tokenizer_document)
-    return [f"{target}: {checkpoint.path} merged into {base.path}"]
+    return [f"{target}: {checkpoint.path} merged into {base.path}", *notes]
 
 
 def _fresh(state: RunState) -> RunState:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -16,7 +16,7 @@ from ..data.tokenizers.tokenizer import Tokenizer
 from ..utils.errors import UserError
 from .from_hf import build_meta_model
 from .pretrained import PretrainedWeights, check_same_base
-from .tensor_source import ComputedTensors, TensorSource, cast_tensors
+from .tensor_source import DTYPE_NAMES, ComputedTensors, TensorSource, cast_tensors
 
 
 @contextmanager
@@ -26,10 +26,11 @@ def open_merged(
     tokenizer: Tokenizer,
     base: PretrainedWeights,
     dtype: torch.dtype | None,
+    log: Callable[[str], None],
 ) -> Iterator[TensorSource]:
     """Open the parameters of the merged model, computed one at a time; merging is done in at least fp32.
 
-    They have the dtype of the base, or `dtype`; None keeps that of each.
+    They have the dtype of the base, or `dtype`; None keeps that of each, and logs a line if merged values are rounded.
 
     Raises:
         UserError: the base differs, or the adapter cannot be merged.
@@ -46,16 +47,26 @@ def open_merged(
     modules = {name: module for name, module in model.named_modules() if isinstance(module, PeftModule)}
     with checkpoint.open_weights() as held, base.open_tensors() as tensors:
         adapter = {name: held.read(name) for name in held.specs}
+        is_known = dtype is not None
 
         def merged(name: str) -> Tensor:
+            nonlocal is_known
             weight = tensors.read(name)  # in the wider dtype, so that `cast_tensors` rounds the sum, and only once
-            return _merged(name, weight.to(torch.promote_types(weight.dtype, dtype or weight.dtype)), adapter, modules)
+            own, wide = weight.dtype, torch.promote_types(weight.dtype, dtype or weight.dtype)
+            values = _merged(name, weight.to(wide), adapter, modules)
+            if not is_known and values.dtype != own and not torch.equal(values.to(own).to(values.dtype), values):
+                is_known, wide = True, torch.promote_types(own, values.dtype)
+                log(
+                    f"merged weights are rounded to {DTYPE_NAMES[own]}, as those of the base are; "
+                    f"--dtype {DTYPE_NAMES[wide]} keeps them"
+                )
+            return values
 
         yield cast_tensors(ComputedTensors(tensors.specs, merged), dtype)
 
 
 def _merged(name: str, weight: Tensor, adapter: Mapping[str, Tensor], modules: Mapping[str, PeftModule]) -> Tensor:
-    """Return a merged parameter in the dtype of `weight`.
+    """Return a parameter; a merged one in at least fp32.
 
     Args:
         weight: the base parameter.
@@ -63,14 +74,14 @@ def _merged(name: str, weight: Tensor, adapter: Mapping[str, Tensor], modules: M
         modules: modules with added parameters, by name.
     """
     if name in adapter:  # a base parameter that was trained (selective)
-        return adapter[name].to(weight.dtype)
+        return adapter[name]
     at, _, own = name.rpartition(".")
     module = modules.get(at)
     if module is None:
         return weight
     added = {each: adapter[f"{at}.{each}"] for each in module.peft_parameters if f"{at}.{each}" in adapter}
     wide = weight.to(torch.promote_types(weight.dtype, torch.float32))
-    return module.merge(own, wide, added).to(weight.dtype)
+    return module.merge(own, wide, added)
 
 
 def first_different_parameter(one: PretrainedWeights, other: PretrainedWeights) -> str | None:

@@ -15,6 +15,8 @@ from ..utils.safetensors_io import TensorSpec
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """Dtypes by command-line name."""
 
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
 
 class TensorSource(Protocol):
     """Unsharded tensors of a model, read one at a time."""
@@ -70,7 +72,7 @@ def cast_checked(tensor: Tensor, dtype: torch.dtype, name: str) -> Tensor:
         return tensor
     converted = tensor.to(dtype)
     if torch.finfo(dtype).max < torch.finfo(tensor.dtype).max and bool((converted.isinf() & tensor.isfinite()).any()):
-        shown = next(known for known, of in DTYPES.items() if of == dtype)
+        shown = DTYPE_NAMES[dtype]
         raise UserError(
             f"{name} holds {float(tensor.abs().max()):.3g}, more than {shown} can: use --dtype bf16 or fp32"
         )

@@ -97,7 +97,10 @@ def convert_to_hf(
     ours = checkpoint_tokenizer(checkpoint)
     check_model_size(checkpoint, run, model_vocab_size(run.data.vocab_size, ours), base)
     outgoing = choose_architecture(run, ours, model_type)
-    opened = checkpoint.open_weights() if base is None else open_merged(checkpoint, run, ours, base, dtype)
+    notes: list[str] = []
+    opened = (
+        checkpoint.open_weights() if base is None else open_merged(checkpoint, run, ours, base, dtype, notes.append)
+    )
     with damage_as_user_error(checkpoint), opened as tensors:
         _check_weights(checkpoint, outgoing, tensors)
         with atomic_folder(target, overwrite=overwrite) as folder:
@@ -106,7 +109,8 @@ def convert_to_hf(
             kinds = [spec.dtype for spec in specs.values()]
             _write_config(folder, outgoing, ours, max(set(kinds), key=kinds.count))
     numbers = sum(spec.num_bytes // spec.dtype.itemsize for spec in specs.values())
-    return [*complaints, f"{target}: {outgoing.architecture.name} with {numbers:,} parameters, of {checkpoint.path}"]
+    name = outgoing.architecture.name
+    return [*complaints, f"{target}: {name} with {numbers:,} parameters, of {checkpoint.path}", *notes]
 
 
 def choose_architecture(run: ResolvedRun, tokenizer: Tokenizer, model_type: str | None) -> HFModel:
