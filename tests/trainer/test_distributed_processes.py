@@ -61,6 +61,18 @@ def test_callbacks_of_one_rank_change_no_collectives_of_the_others(tmp_path):
     assert fork_ranks(str(tmp_path), 2, on_rank) == [2, 2]
 
 
+def test_a_callback_of_one_rank_that_cannot_act_is_refused_by_all(tmp_path):
+    def on_rank(rank: int) -> str:
+        config = tiny_config(tmp_path / "run", trainer__devices=2, trainer__process_timeout=20)
+        store, twice = FileStore(str(tmp_path / "store"), 2), [pl.Callback()] * 2 * rank
+        with pytest.raises(UserError) as caught:
+            train_in_group(config, rank, 2, rank, store, callbacks=twice)
+        return caught.value.lines[0]
+
+    lines = fork_ranks(str(tmp_path), 2, on_rank)
+    assert lines == ["rank 1: the callback Callback is given twice"] * 2
+
+
 def test_runs_of_a_script_under_torchrun_do_not_meet_groups_that_have_ended(tmp_path, monkeypatch):
     store = TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
     for name, value in (

@@ -136,8 +136,9 @@ def open_run(
     device = choose_device(root.trainer, ranks.local_rank)
     resolved = resolve_run(root, world_size=ranks.world_size, capability=compute_capability(device))
     check_loggers(resolved.exp_manager)
-    users = UserCallbacks(resolved.trainer.callbacks or (), callbacks)
-    own_loggers = build_loggers(resolved.exp_manager.loggers, loggers)
+    with ranks.raise_on_all_ranks():  # instances may differ between ranks
+        users = UserCallbacks(resolved.trainer.callbacks or (), callbacks)
+        own_loggers = build_loggers(resolved.exp_manager.loggers, loggers)
     check_profiling(resolved.model.memory_profile, device)
     free_previous_runs(device)
     with ExitStack() as stack:
