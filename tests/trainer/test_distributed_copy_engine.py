@@ -22,7 +22,7 @@ from stoker.models.parallel.layout import ParallelLayout
 from stoker.trainer.config.resolved_run import resolve_run
 from stoker.trainer.core import training_state
 from stoker.trainer.data.datasets.samples import batch_tensors
-from stoker.trainer.distributed import copy_engine, peer_memory
+from stoker.trainer.distributed import copy_engine, symmetric_memory
 from stoker.trainer.distributed.copy_engine import CopyEngineCollectives
 from stoker.trainer.distributed.gathered_weights import GatheredWeights
 from stoker.trainer.distributed.mesh import build_mesh
@@ -241,20 +241,20 @@ def test_ranks_that_meet_write_to_all_others_before_they_wait(monkeypatch: pytes
     seen: list[Any] = []
 
     def batch(stream: int, number: int, address: int, flags: int) -> int:
-        found = (peer_memory._MemoryOperation * number).from_address(address)
+        found = (symmetric_memory._MemoryOperation * number).from_address(address)
         seen.append((stream, flags, [(each.operation, each.address, each.value, each.flags) for each in found]))
         return 0
 
-    monkeypatch.setattr(peer_memory, "_batch_function", lambda: batch)
-    monkeypatch.setattr(peer_memory.PeerMemory, "_stream", 7)
-    memory = object.__new__(peer_memory.PeerMemory)
+    monkeypatch.setattr(symmetric_memory, "_batch_function", lambda: batch)
+    monkeypatch.setattr(symmetric_memory.PeerMemory, "_stream", 7)
+    memory = object.__new__(symmetric_memory.PeerMemory)
     memory.rank, memory._pointers = 1, [1000, 2000, 3000]
     memory._arrays = {}
     for value in (1, 2):
         memory.meet(value)
         operations = [(2, 1064), (2, 3064), (1, 2000), (1, 2128)]  # CUDA: 2 writes, 1 waits
         assert seen.pop() == (7, 0, [(*each, value, 0) for each in operations])
-    assert ctypes.sizeof(peer_memory._MemoryOperation) == 48, "as CUstreamBatchMemOpParams"
+    assert ctypes.sizeof(symmetric_memory._MemoryOperation) == 48, "as CUstreamBatchMemOpParams"
 
 
 def train(

@@ -31,8 +31,8 @@ from ..distributed.data_parallel import DataParallel, grad_reduce_dtype
 from ..distributed.ddp import ReplicatedDataParallel
 from ..distributed.fsdp import ShardedDataParallel
 from ..distributed.mesh import Mesh, SharedParameters
-from ..distributed.peer_memory import find_peer_memory
 from ..distributed.process_group import DistributedContext
+from ..distributed.symmetric_memory import find_peer_memory
 from ..evaluation.own_functions import own_functions
 from ..optim import optimizer_factory
 from ..optim.base_optimizer import Optimizer

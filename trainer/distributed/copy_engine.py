@@ -20,8 +20,8 @@ from torch import Tensor
 from ...kernels.sum_over_ranks import sum_over_ranks
 from ...models.parallel.peer_memory import COUNTER_BYTES, Memory
 from ..utils.errors import UserError
-from .peer_memory import find_peer_memory
 from .process_group import DistributedContext
+from .symmetric_memory import find_peer_memory
 
 SLOTS = 2
 """Pieces in flight."""
