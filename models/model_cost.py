@@ -15,7 +15,7 @@ from .config.stack import StackSlice
 from .config.t5 import T5Slice
 from .dispatch.core_attention import attended_pairs
 from .gpt import gpt_outer_weights
-from .layer import layer_weights
+from .layer_cost import layer_weights
 from .layers.attention_bias import position_bias_parameters
 from .layers.cost import StackInputs, Weights
 from .parallel.linear import embedding_traffic

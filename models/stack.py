@@ -17,7 +17,8 @@ from .config.stack import StackSlice
 from .dispatch.attention_calls import CallKind
 from .fused_decoding import fused_decode_step
 from .kv_cache import CrossAttentionCache, LayerKVCache
-from .layer import Layer, build_layer, layer_weights
+from .layer import Layer, build_layer
+from .layer_cost import layer_weights
 from .layer_graphs import Capture, LayerGraphs, LayerPart
 from .layers.attention import Backends
 from .layers.attention_bias import ScoreBias, ScoreBiasModule, build_score_bias, position_bias_parameters

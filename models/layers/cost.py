@@ -3,7 +3,8 @@
 A part says which weights it holds (`Weights`), what it multiplies (`Matrix.inputs`), and what it saves for its backward
 pass (`SavedTensors`, for each recompute module); a part split over ranks also what it sends to them
 (`parallel.traffic.Collective`).
-`models.model_cost` sums parameters and FLOPs over a model, `trainer.plan` places all of it on the timeline of a step.
+`models.layer_cost` sums them over a layer, `models.model_cost` parameters and FLOPs over a model; `trainer.plan` places
+all of it on the timeline of a step.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from saved_activations import (
 from tiers import cases, extra, full_only
 
 from stoker.models.build import TORCH_DTYPES
-from stoker.models.layer import layer_traffic
+from stoker.models.layer_cost import layer_traffic
 from stoker.models.layers import recomputed_attention
 from stoker.models.memory.offload_activations import ActivationOffload
 from stoker.trainer.plan import timeline

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from ...models.config.memory import OffloadSlice, RecomputeModule, RecomputeSlice
-from ...models.layer import layer_memory
+from ...models.layer_cost import layer_memory
 from ...models.layers.cost import LayerMemory, StackInputs
 from ...models.memory.offload_activations import MIN_OFFLOAD_BYTES
 from .run_inputs import RunInputs

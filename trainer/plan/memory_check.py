@@ -19,7 +19,7 @@ from ...models.config.families import keys_by_stack
 from ...models.config.moe import has_experts
 from ...models.config.stack import StackSlice
 from ...models.config.t5 import T5Keys
-from ...models.layer import layer_weights
+from ...models.layer_cost import layer_weights
 from ...models.layers.cost import StackInputs
 from ...models.memory.offload_activations import MIN_OFFLOAD_BYTES
 from ...models.moe.moe_layer import expert_rows

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ...models.config.t5 import T5Slice
-from ...models.layer import layer_weights
+from ...models.layer_cost import layer_weights
 from ...models.layers.cost import Matrix, StackInputs
 from ...models.layers.position_embeddings import rotary_table_bytes
 from ...models.parallel.schedule import most_held

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import get_args
 
-from ...models.layer import layer_traffic
+from ...models.layer_cost import layer_traffic
 from ...models.layers.cost import StackInputs
 from ...models.model_cost import outer_traffic, stage_traffic
 from ...models.parallel.traffic import Collective, CollectiveKind, CommunicationAxis, Pass, bytes_by_collective
