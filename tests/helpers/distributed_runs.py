@@ -289,23 +289,23 @@ def plant(module: Any, value: float, place: str) -> Iterator[None]:
     if place == "loss":
         loss, model._loss = model._loss, lambda *arguments: Planted.apply(loss(*arguments), value)
     elif place == "shard":
-        optimizer._global_norm = partial(_norm_with, value, optimizer)
+        optimizer._norm_and_scale = partial(_norm_with, value, optimizer)
     else:
         linear.quantize = cast
     yield
     assert place != "cast" or not left, "no layer on this rank"
     linear.quantize = quantize
-    for part, name in ((model, "_loss"), (optimizer, "_global_norm")):
+    for part, name in ((model, "_loss"), (optimizer, "_norm_and_scale")):
         part.__dict__.pop(name, None)
 
 
-def _norm_with(value: float, optimizer: Any, gradients: list[list[Tensor]]) -> Tensor:
-    """Return the norm of gradients, one of which gets an element of this value."""
+def _norm_with(value: float, optimizer: Any, gradients: list[list[Tensor]]) -> tuple[Tensor, Tensor]:
+    """Return norm and scale of gradients, one of which gets an element of this value."""
     for group, found in zip(optimizer.param_groups, gradients, strict=True):
         for name, gradient in zip(group["names"], found, strict=True):
             if name.endswith(("mlp.up.weight", "experts.up")):
                 gradient.view(-1)[0] = value
-                return type(optimizer)._global_norm(optimizer, gradients)
+                return type(optimizer)._norm_and_scale(optimizer, gradients)
     raise AssertionError("no layer on this rank")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial, partialmethod
 from typing import Any
 
@@ -288,14 +289,8 @@ def _compare_steps(
     whole = build(changes)
     part = build(changes, ranks, data_parallel)
     single = _optimizer(optimizer, changes, whole)
-    several = _optimizer(
-        optimizer,
-        changes,
-        part,
-        parts=partitions_of(part),
-        sum_over_parts=ranks.sum,
-        **data_parallel.optimizer_arguments,
-    )
+    sharding = replace(data_parallel.parameter_sharding, parts=partitions_of(part), sum_over_parts=ranks.sum)
+    several = _optimizer(optimizer, changes, part, sharding=sharding)
     data_parallel.attach(part, several)
     partial_names = partial_gradients(part, ranks)
     family, norms = changes.get("family", "gpt"), 0.0

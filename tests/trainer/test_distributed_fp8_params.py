@@ -20,6 +20,7 @@ from stoker.models.fp8 import keep_fp8_weights
 from stoker.models.layers.fp8_linear import with_fp8
 from stoker.models.parallel.fp8 import Fp8Product
 from stoker.trainer.optim.fp8_weights import Fp8Weights
+from stoker.trainer.optim.parameter_sharding import ParameterSharding
 from stoker.trainer.utils.local_shard import whole_shard
 
 BF16 = FP8 | {"trainer__precision": "bf16"}
@@ -127,9 +128,9 @@ def test_a_rank_without_rows_of_a_weight_has_its_scale() -> None:
     keep_fp8_weights(model)
     cast = product.cast.rows
     optimizer: Any = SimpleNamespace(
-        local_shards=lambda: {"0.weight.main": main}, local_rows=lambda rows, part: rows[:0], parts_by_name={},
-        axis_of=lambda weight: "tensor",
-    )  # fmt: skip
+        local_shards=lambda: {"0.weight.main": main},
+        sharding=ParameterSharding(local_rows=lambda rows, part: rows[:0]),
+    )
     data, ours = cast.data.view(torch.uint8).clone(), []
 
     def agree(bits: torch.Tensor) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from torch.multiprocessing.spawn import spawn
 from stoker.trainer.config.parameter_layout import DataParallelLayout
 from stoker.trainer.distributed.ddp import ReplicatedDataParallel
 from stoker.trainer.distributed.process_group import DistributedContext
-from stoker.trainer.utils.local_shard import local_tensor
+from stoker.trainer.utils.local_shard import local_shard, local_tensor
 
 RANKS = 2
 BUCKET = 8 * 1024
@@ -37,10 +38,10 @@ class CutNet(WideNet):
         return super().forward(ids) * self.gate(self.token_embedding(ids))
 
 
-def zero1_arguments():
+def zero1_sharding():
     layout = DataParallelLayout("zero1", 1, RANKS, replicates_weights=True)
     ranks = DistributedContext(dist.get_rank(), RANKS)
-    return ReplicatedDataParallel(layout, torch.device("cpu"), None, ranks).optimizer_arguments
+    return ReplicatedDataParallel(layout, torch.device("cpu"), None, ranks).parameter_sharding
 
 
 def check(kind, layout, dtype):
@@ -48,15 +49,15 @@ def check(kind, layout, dtype):
     torch.manual_seed(0)
     models = [CutNet().to(dtype)]
     models.append(copy.deepcopy(models[0]))
-    arguments = zero1_arguments()
+    sharding = zero1_sharding()
     if layout == "fsdp":
         mesh = init_device_mesh("cpu", (1, RANKS), mesh_dim_names=("replicate", "shard"))
         for model in models:
             fully_shard(model, mesh=mesh)
-        del arguments["shard_of"], arguments["local_rows"]
+        sharding = replace(sharding, shard_of=local_shard, local_rows=lambda gradient, part: gradient)
     plain, ours = (
         OPTIMIZER_FACTORIES[kind](
-            model.named_parameters(), clip_norm=0.3, main_weights=dtype != torch.float32, **arguments, **host
+            model.named_parameters(), clip_norm=0.3, main_weights=dtype != torch.float32, sharding=sharding, **host
         )
         for model, host in zip(models, ({}, {"host": StreamCopies(), "bucket_bytes": BUCKET}), strict=True)
     )
@@ -82,10 +83,10 @@ def check(kind, layout, dtype):
 def check_buckets(kind):
     """Rows are shared unevenly, but a bucket has the same parameters on every rank: sums go over ranks there."""
     model = CutNet()
-    arguments = zero1_arguments()
+    sharding = zero1_sharding()
     for size in range(100, 1500, 100):
         optimizer = OPTIMIZER_FACTORIES[kind](
-            model.named_parameters(), **arguments, host=StreamCopies(), bucket_bytes=size
+            model.named_parameters(), sharding=sharding, host=StreamCopies(), bucket_bytes=size
         )
         assert optimizer.host_state is not None
         mine = [[stretch.index for stretch in bucket.slices] for bucket in optimizer.host_state.plan.buckets]

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.multiprocessing.spawn import start_processes
 
+from stoker.trainer.optim.parameter_sharding import ParameterSharding
 from stoker.trainer.utils.local_shard import local_shard
 
 RANKS = 2
@@ -58,9 +59,8 @@ def check(kind):
     cut = copy.deepcopy(whole)
     fully_shard(cut, mesh=init_device_mesh("cpu", (1, RANKS), mesh_dim_names=("replicate", "shard")))
     alone = OPTIMIZER_FACTORIES[kind](whole.named_parameters(), clip_norm=0.3)
-    together = OPTIMIZER_FACTORIES[kind](
-        cut.named_parameters(), clip_norm=0.3, sum_over_shards=sum_over_shards, gather_rows=gather_rows
-    )
+    sharding = ParameterSharding(sum_over_shards=sum_over_shards, gather_rows=gather_rows)
+    together = OPTIMIZER_FACTORIES[kind](cut.named_parameters(), clip_norm=0.3, sharding=sharding)
     for step in range(4):
         backward(whole, step)
         backward(cut, step)

@@ -30,6 +30,7 @@ from stoker.trainer.optim.adafactor import Adafactor
 from stoker.trainer.optim.adamw import AdamW
 from stoker.trainer.optim.ema import EMA
 from stoker.trainer.optim.muon import Muon
+from stoker.trainer.optim.parameter_sharding import ParameterSharding
 from stoker.trainer.utils.errors import UserError
 from stoker.trainer.utils.local_shard import LocalShard, chunk_bounds, local_shard, local_shards, row_shard, whole_shard
 from stoker.trainer.utils.safetensors_io import DamagedFileError, write_safetensors
@@ -246,7 +247,7 @@ def test_optimizer_state_and_average_know_their_place(tmp_path: Path) -> None:
     shards: list[dict[str, LocalShard]] = []
     for rank in range(4):
         weight, parts = local_model(rank, RankPart(QKV, rank, 4))
-        optimizer = AdamW([("w", weight)], lr=0.1, main_weights=True, parts=parts)
+        optimizer = AdamW([("w", weight)], lr=0.1, main_weights=True, sharding=ParameterSharding(parts=parts))
         for _ in range(2):
             weight.grad = torch.ones_like(weight)
             optimizer.step()
@@ -270,11 +271,11 @@ def test_optimizers_that_need_whole_matrices_of_experts_say_so(kind: Any) -> Non
     experts: Any = [("experts.up", nn.Parameter(torch.zeros(2, 4, 4)))]
     whole, split = (Partition(0, (Section(4, 2),)), Partition(1, (Section(8, 2),)))
     build = partial(kind, experts, lr=0.1)
-    build(parts={"experts.up": RankPart(whole, 0, 2)})
+    build(sharding=ParameterSharding(parts={"experts.up": RankPart(whole, 0, 2)}))
     with pytest.raises(
         UserError, match=r"`experts.up` is a stack of matrices that are split over 2 ranks, but .* whole"
     ):
-        build(parts={"experts.up": RankPart(split, 0, 2)})
+        build(sharding=ParameterSharding(parts={"experts.up": RankPart(split, 0, 2)}))
 
 
 @pytest.mark.parametrize("kind", [partial(Adafactor, beta1=0.9), partial(AdamW, scale_parameter=True), Muon])
@@ -301,12 +302,12 @@ def test_ranks_that_share_experts_update_them_as_one(kind: Any) -> None:
             return found
 
         held = {name: nn.Parameter(tensor.clone()) for name, tensor in mine(weights).items()}
-        others: dict[str, Any] = {}
+        sharding = None
         if rank is not None:
             share = RankPart(Partition(0, (Section(4, 2),)), rank, 2, axis="expert")
             parts = {name: share if "experts" in name else RankPart(None, 0, 1, rank, 2) for name in shapes}
-            others = {"parts": parts, "sum_over_experts": total}
-        optimizer = kind(held.items(), lr=0.1, **others)
+            sharding = ParameterSharding(parts=parts, sum_over_experts=total)
+        optimizer = kind(held.items(), lr=0.1, sharding=sharding)
         for gradient in gradients:
             for name, tensor in mine(gradient).items():
                 held[name].grad = tensor.clone()

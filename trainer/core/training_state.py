@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -39,6 +38,7 @@ from ..optim.base_optimizer import Optimizer
 from ..optim.ema import EMA
 from ..optim.fp8_weights import Fp8Weights
 from ..optim.loss_scale import LossScale
+from ..optim.parameter_sharding import ParameterSharding
 from ..utils.errors import UserError
 from ..utils.local_shard import LocalShard, whole_shard
 from ..utils.text import pluralize
@@ -267,19 +267,18 @@ def build_optimizer(
     ranks: DistributedContext | None = None,
 ) -> Optimizer:
     """Build the optimizer of `model.optim` for all parameters of the model; a collective of all ranks of a pipeline."""
-    collectives: dict[str, Any] = {} if data_parallel is None else data_parallel.optimizer_arguments
+    sharding = ParameterSharding() if data_parallel is None else data_parallel.parameter_sharding
+    sharding = replace(sharding, parts=partitions_of(model))
     reductions: list[Callable[[Mapping[str, Tensor]], None]] = []
     if mesh is not None and mesh.tensor is not None:
         names = partial_gradients(model, mesh.tensor)
         reductions.append(partial(reduce_partial_gradients, partial=names, ranks=mesh.tensor))
-        collectives["sum_over_parts"] = mesh.tensor.sum
+        sharding = replace(sharding, sum_over_parts=mesh.tensor.sum)
     if mesh is not None and model.pipeline is not None:
         reductions.append(SharedParameters(mesh, model.pipeline, ranks or DistributedContext()).reduce)
-        collectives["sum_over_stages"] = mesh.stages.all_reduce_
-    if reductions:
-        collectives["reduce_gradients"] = lambda gradients: [reduce(gradients) for reduce in reductions]
+        sharding = replace(sharding, sum_over_stages=mesh.stages.all_reduce_)
     if mesh is not None and mesh.expert is not None:
-        collectives["sum_over_experts"] = mesh.expert.sum
+        sharding = replace(sharding, sum_over_experts=mesh.expert.sum)
     return optimizer_factory.build_optimizer(
         run.model,
         model.named_parameters(),
@@ -287,8 +286,8 @@ def build_optimizer(
         clip_norm=run.trainer.gradient_clip_val,
         loss_scale=build_loss_scale(run, next(model.parameters()).device),
         host=optimizer_factory.host_copy_engine(run.model, next(model.parameters()).device),
-        parts=partitions_of(model),
-        **collectives,
+        sharding=sharding,
+        reduce_gradients=(lambda gradients: [reduce(gradients) for reduce in reductions]) if reductions else None,
     )
 
 

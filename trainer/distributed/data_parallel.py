@@ -6,8 +6,6 @@ global batch, so the sum equals the single-process gradient however the targets 
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -17,6 +15,7 @@ from ...models.parallel.partition import RankPart, partitions_of
 from ..config.parameter_layout import DataParallelLayout
 from ..config.schema.root import AnyModelBlock
 from ..optim.base_optimizer import Optimizer
+from ..optim.parameter_sharding import ParameterSharding
 from ..utils.local_shard import LocalShard, local_shard
 from .process_group import all_gather_single
 
@@ -91,17 +90,17 @@ class DataParallel:
         """Reshard weights that were gathered for an evaluation."""
 
     @property
-    def optimizer_arguments(self) -> dict[str, Any]:
-        """Collectives for sharded optimizers: arguments of `optim.base_optimizer.Optimizer`."""
+    def parameter_sharding(self) -> ParameterSharding:
+        """Shards that this rank updates, and collectives over those of all ranks, for the optimizer."""
         if self.layout.shards == 1:
-            return {}
-        return {
-            "sum_over_shards": self.all_reduce_shards,
-            "sum_over_expert_shards": self.all_reduce_expert_shards,
-            "gather_rows": self.all_gather_rows,
-            "shard_of": self.local_shard,
-            "local_rows": self.local_rows,
-        }
+            return ParameterSharding()
+        return ParameterSharding(
+            sum_over_shards=self.all_reduce_shards,
+            sum_over_expert_shards=self.all_reduce_expert_shards,
+            gather_rows=self.all_gather_rows,
+            shard_of=self.local_shard,
+            local_rows=self.local_rows,
+        )
 
     def all_reduce_shards(self, tensor: Tensor) -> Tensor:
         """All-reduce (sum) a tensor over the shard group, in place."""

@@ -86,10 +86,10 @@ class Adafactor(Optimizer):
             dtype = arithmetic_dtype(shard.state["main"])
             steps.append(shard.gradient.to(dtype).mul_(scale.to(dtype)))
 
-        places = [self.placed_shard(shard.parameter) for shard in shards]
+        places = [self.sharding.placed_shard(shard.name, shard.parameter) for shard in shards]
         row_squares = [_row_squares(step) for step in steps]
         split = [squares for squares, place in zip(row_squares, places, strict=True) if place.columns is not None]
-        _sum(split, self.sum_over_parts)
+        _sum(split, self.sharding.sum_over_parts)
         column_squares = [
             self._column_squares(s, step, place) for s, step, place in zip(shards, steps, places, strict=True)
         ]
@@ -122,15 +122,16 @@ class Adafactor(Optimizer):
 
     def _squares(self, shard: ShardUpdate, tensor: Tensor) -> Tensor:
         """Return the sum of squares of what this rank counts of a tensor shaped like the local shard."""
-        counted = [torch.linalg.vector_norm(each).square() for each in self.counted(shard.parameter, tensor)]
-        return torch.stack(counted).sum() if counted else tensor.new_zeros(())
+        counted = self.sharding.counted(shard.name, shard.parameter, tensor)
+        squares = [torch.linalg.vector_norm(each).square() for each in counted]
+        return torch.stack(squares).sum() if squares else tensor.new_zeros(())
 
     def _column_squares(self, shard: ShardUpdate, step: Tensor, place: LocalShard) -> Tensor:
         """Return the sum of squares of each column of the full matrix, over what this rank counts of it."""
         if step.ndim != 2:
             return step if step.ndim < 2 else torch.linalg.vector_norm(step, dim=-2).square()
         squares = step.new_zeros(place.shape[1])
-        for rows in self.counted(shard.parameter, step):
+        for rows in self.sharding.counted(shard.name, shard.parameter, step):
             _own_columns(squares, place, step).add_(torch.linalg.vector_norm(rows, dim=0).square())
         return squares
 
@@ -171,10 +172,10 @@ class Adafactor(Optimizer):
 
     def _sum_over_ranks(self, tensors: list[tuple[ShardUpdate, Tensor]]) -> None:
         """Sum tensors of parameters over all shards and parts in place."""
-        axes: list[PartAxis] = [self.axis_of(shard.parameter) for shard, _ in tensors]
+        axes: list[PartAxis] = [self.sharding.axis_of(shard.name) for shard, _ in tensors]
         for axis in sorted(set(axes)):
             own = [tensor for (_, tensor), each in zip(tensors, axes, strict=True) if each == axis]
-            _sum(own, partial(self.sum_over_ranks, axis=axis))
+            _sum(own, partial(self.sharding.sum_over_ranks, axis=axis))
 
 
 def _sum(tensors: list[Tensor], reduce: Callable[[Tensor], Tensor]) -> None:

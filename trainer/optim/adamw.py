@@ -79,14 +79,14 @@ class AdamW(Optimizer):
             if not self.scale_parameter:
                 tensors.append(shard_tensors)
                 continue
-            position = self.placed_shard(parameter)
+            position = self.sharding.placed_shard(shard.name, parameter)
             # The experts of a layer share one RMS.
             parts = self._parts(shard.name, position.num_rows) if parameter.ndim < 3 else [position.num_rows]
             for rows, first, part in _split(shard_tensors, position, parts):
                 tensors.append(part)
                 counts.append(math.prod(position.shape) * rows // position.num_rows)
-                axes.append(self.axis_of(parameter))
-                own = self.counted(parameter, part.main, first)
+                axes.append(self.sharding.axis_of(shard.name))
+                own = self.sharding.counted(shard.name, parameter, part.main, first)
                 counted.append(own[0] if len(own) == 1 else torch.cat([part.main[:0], *own]))
         if not tensors:
             return
@@ -121,11 +121,11 @@ class AdamW(Optimizer):
         shares = torch._foreach_div(norms, [math.sqrt(count) for count in counts])  # pyright: ignore[reportPrivateImportUsage]
         squares = torch.stack(shares).square()
         if len(set(axes)) == 1:
-            return self.sum_over_ranks(squares, axes[0]).sqrt().clamp(min=MIN_RMS)
+            return self.sharding.sum_over_ranks(squares, axes[0]).sqrt().clamp(min=MIN_RMS)
         chosen = list(squares)
         for axis in sorted(set(axes)):
             places = [place for place, each in enumerate(axes) if each == axis]
-            total = self.sum_over_ranks(torch.stack([chosen[place] for place in places]), axis)
+            total = self.sharding.sum_over_ranks(torch.stack([chosen[place] for place in places]), axis)
             for place, each in zip(places, total, strict=True):
                 chosen[place] = each
         return torch.stack(chosen).sqrt().clamp(min=MIN_RMS)

@@ -4,9 +4,9 @@ Everything stays on the device: the gradient norm and the clip coefficient are t
 A step whose gradient norm is not finite changes neither weights nor state, and is not counted.
 
 With sharded parameters, an optimizer updates the local shard (`utils.local_shard`), and communicates with the other
-shards through `sum_over_shards` and `gather_rows`. Under tensor or expert parallelism these see the data-parallel
-shards of this rank's part of a parameter only, and `sum_over_parts` those with the other parts: every rank counts its
-share of what several hold once (`counted`).
+shards through `sum_over_shards` and `gather_rows` of its `sharding`. Under tensor or expert parallelism these see the
+data-parallel shards of this rank's part of a parameter only, and `sum_over_parts` those with the other parts: every
+rank counts its share of what several hold once (`counted`).
 
 Main weights and state may be kept in host memory (`model.cpu_offloading_optimizer`, see `host_state`): an update then
 gets them on the device, a bucket of parameters at a time.
@@ -23,14 +23,15 @@ import torch
 from torch import Tensor, nn
 
 from ...models.memory.host_copies import CopyEngine
-from ...models.parallel.partition import PartAxis, RankPart
+from ...models.parallel.partition import RankPart
 from ..utils.errors import UserError
-from ..utils.local_shard import LocalShard, ShardOf, local_shard, local_tensor, rank_and_world_size, whole_shard
+from ..utils.local_shard import LocalShard, local_tensor, whole_shard
 from ..utils.safetensors_io import TensorSpec
-from .gradient_clipping import clip_coefficient, global_norm, no_reduce
+from .gradient_clipping import clip_coefficient
 from .gradient_sums import GradientSums
 from .host_state import HostState
 from .loss_scale import LossScale, LossScaleState
+from .parameter_sharding import ParameterSharding, replica_of
 from .state_buckets import BUCKET_BYTES, Bucket, StateShape, plan_buckets
 
 
@@ -45,11 +46,6 @@ def has_weight_decay(name: str, parameter: Tensor, *, norms_decay: bool = False)
     if parameter.ndim >= 2:
         return True
     return norms_decay and name.endswith("norm.weight")
-
-
-def no_gather(local: Tensor, rows: int) -> Tensor:
-    """Return the tensor: default of `gather_rows` without sharding."""
-    return local
 
 
 class ShardUpdate(NamedTuple):
@@ -86,18 +82,7 @@ class Optimizer(torch.optim.Optimizer):
             the gradients of several micro batches in fp32 (NeMo's `megatron_amp_O2`).
         clip_norm: clip the global gradient norm to this; None or 0: off.
         loss_scale: factor of the loss in fp16, by which gradients are divided; None for 1.
-        sum_over_shards: all-reduce (sum) of a tensor, in place, over the ranks with the other shards of the parameters.
-        sum_over_expert_shards: the same for the shards of experts that ranks share.
-        gather_rows: all-gather of a tensor sharded like a parameter: from the local rows and the total number of rows
-            to the full tensor. Collective: all ranks call it for the same tensors in the same order; some may have no
-            rows.
-        shard_of: returns the local shard of a parameter; given this rank's part of it, with its place in the full
-            parameter.
-        local_rows: returns the rows of a gradient (or its local shard) that this rank updates, given its part.
-        parts: this rank's part of each parameter under tensor or expert parallelism, by name.
-        sum_over_parts: all-reduce (sum) of a tensor over the ranks with the other parts.
-        sum_over_experts: the same for parts that are experts.
-        sum_over_stages: all-reduce (sum) of a tensor, in place, over the stages of a pipeline.
+        sharding: shards and parts of the parameters on this rank; None: all of each.
         reduce_gradients: called before each update with the local gradients by name, to sum in place those of which
             each rank of a tensor-parallel group has computed a part.
         host: copy engine, to keep main weights and state in host memory; None: on the device. Ranks with different
@@ -106,7 +91,7 @@ class Optimizer(torch.optim.Optimizer):
 
     Attributes:
         gradients: those of the next step.
-        parts_by_name: `parts`.
+        sharding: as given.
         main_alone: parameters without values of their own: `update` writes their main weights only.
         host_state: state in host memory; None without `host`.
 
@@ -124,15 +109,7 @@ class Optimizer(torch.optim.Optimizer):
         main_weights: bool = False,
         clip_norm: float | None = None,
         loss_scale: LossScale | None = None,
-        sum_over_shards: Callable[[Tensor], Tensor] = no_reduce,
-        sum_over_expert_shards: Callable[[Tensor], Tensor] = no_reduce,
-        gather_rows: Callable[[Tensor, int], Tensor] = no_gather,
-        shard_of: ShardOf = local_shard,
-        local_rows: Callable[[Tensor, RankPart | None], Tensor] = lambda gradient, part: gradient,
-        parts: Mapping[str, RankPart] | None = None,
-        sum_over_parts: Callable[[Tensor], Tensor] = no_reduce,
-        sum_over_experts: Callable[[Tensor], Tensor] = no_reduce,
-        sum_over_stages: Callable[[Tensor], Tensor] = no_reduce,
+        sharding: ParameterSharding | None = None,
         reduce_gradients: Callable[[Mapping[str, Tensor]], None] | None = None,
         host: CopyEngine | None = None,
         bucket_bytes: int = BUCKET_BYTES,
@@ -150,17 +127,9 @@ class Optimizer(torch.optim.Optimizer):
         self.main_weights = main_weights
         self.clip_norm = clip_norm
         self.loss_scale = loss_scale
-        self.sum_over_shards = sum_over_shards
-        self.sum_over_expert_shards = sum_over_expert_shards
-        self.gather_rows = gather_rows
+        self.sharding = sharding or ParameterSharding()
         self.grad_norm: Tensor | None = None
-        self.shard_of = shard_of
-        self.local_rows = local_rows
-        self.parts_by_name = dict(parts or {})
         self.main_alone: Set[Tensor] = frozenset()
-        self.sum_over_parts = sum_over_parts
-        self.sum_over_experts = sum_over_experts
-        self.sum_over_stages = sum_over_stages
         self._reduce_gradients = reduce_gradients
         self._names: dict[nn.Parameter, str] = {}
         for group in self.param_groups:
@@ -269,8 +238,7 @@ class Optimizer(torch.optim.Optimizer):
                 result = closure()
         gradients = [[self._local_gradient(parameter) for parameter in group["params"]] for group in self.param_groups]
         if self._reduce_gradients is not None:
-            names = [name for group in self.param_groups for name in group["names"]]
-            self._reduce_gradients(dict(zip(names, chain.from_iterable(gradients), strict=True)))
+            self._reduce_gradients(dict(zip(self._names.values(), chain.from_iterable(gradients), strict=True)))
         self.grad_norm, scale = self._norm_and_scale(gradients)
         # As in torch and Megatron, skipped steps are not counted: bias correction depends on updates of the moments.
         self.updates.add_(scale >= 0)
@@ -298,14 +266,14 @@ class Optimizer(torch.optim.Optimizer):
         named: dict[str, LocalShard] = {}
         for group in self.param_groups:
             for name, parameter in zip(group["names"], group["params"], strict=True):
-                shard = self.placed_shard(parameter)
+                shard, part = self.sharding.placed_shard(name, parameter), self.sharding.parts.get(name)
                 for key, tensor in self._states[parameter].items():
                     if key == "main" and not self.main_weights:
                         continue
                     if self.is_replicated(key, shard.shape):
-                        named[f"{name}.{key}"] = whole_shard(tensor, *replica_of(self.parts_by_name.get(name)))
-                    elif shard.columns is not None and tensor.ndim < 2:  # of rows, the same for all parts of them
-                        of_rows = self.shard_of(parameter, replace(self.parts_by_name[name], partition=None))
+                        named[f"{name}.{key}"] = whole_shard(tensor, *replica_of(part))
+                    elif part and shard.columns and tensor.ndim < 2:  # of rows, the same for all parts of them
+                        of_rows = self.sharding.shard_of(parameter, replace(part, partition=None))
                         named[f"{name}.{key}"] = of_rows.with_local(tensor)
                     else:
                         named[f"{name}.{key}"] = shard.with_local(tensor)
@@ -319,7 +287,7 @@ class Optimizer(torch.optim.Optimizer):
         Raises:
             UserError: the parameters are sharded, so that this would be the state of a rank only.
         """
-        if any(self.placed_shard(parameter).local.shape != parameter.shape for parameter in self._names):
+        if any(self.sharding.placed_shard(name, each).local.shape != each.shape for each, name in self._names.items()):
             raise UserError("stoker train alone saves the optimizer state of sharded parameters; save weights only")
         groups = [{k: v for k, v in group.items() if k not in ("params", "names")} for group in self.param_groups]
         state = {key: shard.local for key, shard in self.local_shards().items()}
@@ -365,17 +333,17 @@ class Optimizer(torch.optim.Optimizer):
             self.host_state.synchronize()
 
     def _first_state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
-        shard = self.placed_shard(parameter)
-        weight = shard.local
-        main = weight.float() if self.gradients.is_in_fp32(parameter) else weight
-        return {"main": main, **self.initial_state(self._names[parameter], main, shard.shape)}
+        name = self._names[parameter]
+        shard = self.sharding.placed_shard(name, parameter)
+        main = shard.local.float() if self.gradients.is_in_fp32(parameter) else shard.local
+        return {"main": main, **self.initial_state(name, main, shard.shape)}
 
     def _norm_and_scale(self, gradients: list[list[Tensor]]) -> tuple[Tensor, Tensor]:
         """Return the gradient norm and what `update` multiplies gradients by; adapt the loss scale.
 
         The norm is that of all ranks, so an overflow on one of them skips the step on all.
         """
-        norm = self._global_norm(gradients)
+        norm = self.sharding.global_norm(self._names, list(chain.from_iterable(gradients)))
         if self.loss_scale is None:
             return norm, clip_coefficient(norm, self.clip_norm)
         norm = norm / self.loss_scale.scale
@@ -383,64 +351,10 @@ class Optimizer(torch.optim.Optimizer):
         self.loss_scale.update(scale >= 0)
         return norm, scale
 
-    def _global_norm(self, gradients: list[list[Tensor]]) -> Tensor:
-        """Return the norm of all gradients, of which parts and experts are on different ranks."""
-        if not self.parts_by_name:
-            return global_norm(list(chain.from_iterable(gradients)), self.sum_over_shards)
-        counted: dict[PartAxis, list[Tensor]] = {"tensor": [], "expert": []}
-        has_experts = False
-        for group, found in zip(self.param_groups, gradients, strict=True):
-            for parameter, gradient in zip(group["params"], found, strict=True):
-                axis, part = self.axis_of(parameter), self._part_of(parameter)
-                has_experts |= axis == "expert"
-                if part is None or part.holder == 0:  # of several stages with the parameter the first one counts it
-                    counted[axis] += self.counted(parameter, gradient)
-        zero = self.updates.new_zeros(1, dtype=gradients[0][0].dtype)
-        norm = global_norm(counted["tensor"] or [zero], lambda total: self.sum_over_ranks(total, "tensor"))
-        if has_experts:
-            experts = global_norm(counted["expert"] or [zero], lambda total: self.sum_over_ranks(total, "expert"))
-            norm = torch.hypot(norm, experts)
-        return norm if self.sum_over_stages is no_reduce else self.sum_over_stages(norm.square()).sqrt()
-
-    def sum_over_ranks(self, tensor: Tensor, axis: PartAxis) -> Tensor:
-        """Sum over the ranks with other shards of a parameter, and over those with other parts of it."""
-        if axis == "expert":
-            return self.sum_over_experts(self.sum_over_expert_shards(tensor))
-        return self.sum_over_parts(self.sum_over_shards(tensor))
-
-    def axis_of(self, parameter: nn.Parameter) -> PartAxis:
-        """Return which ranks have the other parts of a parameter."""
-        part = self._part_of(parameter)
-        return part.axis if part else "tensor"
-
-    def _part_of(self, parameter: Tensor) -> RankPart | None:
-        return self.parts_by_name.get(self._names[parameter])  # pyright: ignore[reportArgumentType]
-
-    def counted(self, parameter: nn.Parameter, tensor: Tensor, first: int = 0) -> list[Tensor]:
-        """Return what this rank adds to a sum over all elements: of what several ranks hold, the first one counts it.
-
-        Args:
-            parameter: the parameter.
-            tensor: its local shard, or another tensor of the same shape, or some rows of it.
-            first: first of these rows.
-        """
-        part = self._part_of(parameter)
-        if part is None:
-            return [tensor]
-        replicas = {each.replica for each in part.ranges()} or {part.rank}
-        if len(replicas) == 1:
-            return [tensor] if replicas == {0} else []
-        ranges = [(start - first, rows) for start, rows in self.placed_shard(parameter).local_ranges()]
-        return [tensor[max(start, 0) : max(start + rows.size, 0)] for start, rows in ranges if rows.is_saved]
-
-    def placed_shard(self, parameter: nn.Parameter) -> LocalShard:
-        """Return the local shard of a parameter, with its place in the full parameter."""
-        return self.shard_of(parameter, self._part_of(parameter))
-
     def _check_parts(self) -> None:
         for parameter, name in self._names.items():
-            part = self.parts_by_name.get(name)
-            if part is not None and not self.supports_part(name, self.placed_shard(parameter).shape, part):
+            shape, part = self.sharding.placed_shard(name, parameter).shape, self.sharding.parts.get(name)
+            if part is not None and not self.supports_part(name, shape, part):
                 raise UserError(
                     f"`{name}` is a stack of matrices that are split over {part.ranks} ranks, but "
                     f"{type(self).__name__} needs whole ones; set model.optim.name=adamw"
@@ -448,13 +362,14 @@ class Optimizer(torch.optim.Optimizer):
 
     def _state_on_host(self, host: CopyEngine, bucket_bytes: int) -> HostState:
         device = next(iter(self._names)).device
-        shards = int(self.sum_over_shards(torch.ones((), device=device)))
+        shards = int(self.sharding.sum_over_shards(torch.ones((), device=device)))
         shapes = [[self._state_shape(parameter, shards) for parameter in g["params"]] for g in self.param_groups]
         return HostState(plan_buckets(shapes, bucket_bytes), host)
 
     def _state_shape(self, parameter: nn.Parameter, shards: int) -> StateShape:
         """Return the shapes of a parameter's state in host memory: all except a main weight that is the parameter."""
-        name, shard = self._names[parameter], self.placed_shard(parameter)
+        name = self._names[parameter]
+        shard, part = self.sharding.placed_shard(name, parameter), self.sharding.parts.get(name)
         shape, weight = shard.shape, shard.local
         has_main_weight = self.gradients.is_in_fp32(parameter)
 
@@ -463,7 +378,6 @@ class Optimizer(torch.optim.Optimizer):
             main = torch.empty(rows + tuple(weight.shape[1:]), dtype=dtype, device="meta")
             return ({"main": main} if has_main_weight else {}) | self.initial_state(name, main, shape)
 
-        part = self._part_of(parameter)
         if shards > 1 and part is not None and part.axis == "expert":
             shards = part.num_replicas
         # The largest shard of any rank, given how `chunk_bounds` splits rows.
@@ -484,7 +398,7 @@ class Optimizer(torch.optim.Optimizer):
             gradient = gradients[bucket.group][part.index]
             if part.element_range is not None:
                 gradient = gradient.contiguous()
-            weight = part.view(self.placed_shard(parameter).local)
+            weight = part.view(self.sharding.placed_shard(name, parameter).local)
             state.setdefault("main", weight)
             shards.append(ShardUpdate(name, parameter, weight, part.view(gradient), state))
         self.update(group, shards, scale)
@@ -493,19 +407,14 @@ class Optimizer(torch.optim.Optimizer):
         """Return the local shard that an update writes besides the main weight; that itself if there is no other."""
         if parameter in self.main_alone:
             return self._states[parameter]["main"]
-        return self.local_rows(local_tensor(parameter), self._part_of(parameter))
+        return self._own_rows(parameter, local_tensor(parameter))
 
     def _local_gradient(self, parameter: nn.Parameter) -> Tensor:
         """Return the local shard of the accumulated gradient, and drop `.grad`."""
         given = self.gradients.take_given(parameter)
         if given is not None:
             return given
-        return self.local_rows(self.gradients.accumulated(parameter), self._part_of(parameter))
+        return self._own_rows(parameter, self.gradients.accumulated(parameter))
 
-
-def replica_of(part: RankPart | None) -> tuple[int, int]:
-    """Return index and number of the ranks that hold a parameter, whatever their parts of it."""
-    if part is None:
-        return rank_and_world_size()
-    replica = (part.replica * part.ranks + part.rank) * part.holders + part.holder
-    return replica, part.num_replicas * part.ranks * part.holders
+    def _own_rows(self, parameter: nn.Parameter, tensor: Tensor) -> Tensor:
+        return self.sharding.local_rows(tensor, self.sharding.parts.get(self._names[parameter]))

@@ -53,11 +53,10 @@ class Fp8Weights:
         kept = {name: weight for name, weight in model.named_parameters() if weight in products}
         self.main_weights: dict[str, LocalShard] = {name: states[f"{name}.main"] for name in kept}
         self._weights = [_Weight(name, weight, products[weight]) for name, weight in kept.items()]
+        self._sharding = optimizer.sharding
         self._by_axis: dict[PartAxis, list[_Weight]] = {}
         for each in self._weights:
-            self._by_axis.setdefault(optimizer.axis_of(each.weight), []).append(each)
-        self._local_rows = optimizer.local_rows
-        self._parts = optimizer.parts_by_name
+            self._by_axis.setdefault(self._sharding.axis_of(each.name), []).append(each)
         self._reduce = reduce
         optimizer.main_alone = frozenset(kept.values())
 
@@ -74,7 +73,7 @@ class Fp8Weights:
             for each, amax in zip(weights, _amaxes(weights, values, self._reduce[axis]), strict=True):
                 assert each.product.cast is not None
                 data = each.product.cast.rows.data.view(each.weight.shape)
-                rows = self._local_rows(data, self._parts.get(each.name))
+                rows = self._sharding.local_rows(data, self._sharding.parts.get(each.name))
                 each.product.cast_rows(_some_rows(each.rounded(values)), amax, rows.flatten(0, -2))
 
     def local_shards(self) -> dict[str, LocalShard]:

@@ -145,7 +145,7 @@ class Muon(AdamW):
         ]
         step = torch.cat(steps, dim=-2)
         if not is_stack:
-            place = self.placed_shard(parameter).with_local(torch.empty_like(main, dtype=dtype))
+            place = self.sharding.placed_shard(shard.name, parameter).with_local(torch.empty_like(main, dtype=dtype))
             place.copy_from_full(step)
             step = place.local
         lr, weight_decay = group["lr"], group["weight_decay"]
@@ -153,7 +153,8 @@ class Muon(AdamW):
 
     def _gather(self, local: Tensor, shard: ShardUpdate) -> Tensor:
         """Return the full matrix: the rows of all shards, then all parts, which are summed with zeros elsewhere."""
-        rows, part = self.gather_rows(local, shard.parameter.shape[-2]), self.parts_by_name.get(shard.name)
+        rows = self.sharding.gather_rows(local, shard.parameter.shape[-2])
+        part = self.sharding.parts.get(shard.name)
         if part is None or part.partition is None:
             return rows
         dim, start = part.partition.dim, 0
@@ -162,4 +163,4 @@ class Muon(AdamW):
             if held.replica == 0:
                 full.narrow(dim, held.start, held.size).copy_(rows.narrow(dim, start, held.size))
             start += held.size
-        return self.sum_over_parts(full)
+        return self.sharding.sum_over_parts(full)

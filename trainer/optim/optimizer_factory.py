@@ -36,8 +36,8 @@ def build_optimizer(
 ) -> Optimizer:
     """Build the optimizer of `model.optim` for the parameters of the model.
 
-    `common` are arguments of `Optimizer` that do not follow from `keys`: `main_weights`, `clip_norm`, `host`, and the
-    collectives for sharded parameters.
+    `common` are arguments of `Optimizer` that do not follow from `keys`: `main_weights`, `clip_norm`, `host`,
+    `sharding` and `reduce_gradients`.
     """
     optim = keys.optim
     kind = optimizer_kind(optim.name)

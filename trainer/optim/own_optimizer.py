@@ -14,7 +14,8 @@ from ...models.parallel.partition import RankPart
 from ..utils.errors import UserError
 from ..utils.local_shard import LocalShard, whole_shard
 from ..utils.safetensors_io import TensorSpec
-from .base_optimizer import Optimizer, ShardUpdate, replica_of
+from .base_optimizer import Optimizer, ShardUpdate
+from .parameter_sharding import replica_of
 from .update_arithmetic import arithmetic_dtype
 
 _NUMBER = ".number"
@@ -186,7 +187,8 @@ class OwnOptimizer(Optimizer):
             yield f"{_GROUP}.{number}", _Owner(inner)
             for name, parameter in zip(group["names"], group["params"], strict=True):
                 state = self.inner.state[self._states[parameter]["main"]]
-                yield name, _Owner(state, self.placed_shard(parameter), self.parts_by_name.get(name))
+                shard, part = self.sharding.placed_shard(name, parameter), self.sharding.parts.get(name)
+                yield name, _Owner(state, shard, part)
 
     def _saved_values(self, name: str, owner: _Owner) -> Mapping[str, Any]:
         """Return the values to save: all of a parameter, those of a group that have changed since the start."""
