@@ -187,7 +187,7 @@ def test_what_contradicts_is_one_line(overrides: list[str], key: str, says: str)
     ],
 )
 def test_a_template_that_ends_otherwise_has_a_cure(template: str, fix: str) -> None:
-    """What is advised is taken."""
+    """The fix that the error names is accepted."""
     typed = f"{SET}prompt_template='{template}'"
     (problem,) = problems(*SFT, typed).values()
     assert problem.fix == fix

@@ -108,7 +108,7 @@ SCENARIOS: dict[str, Callable[[ConfigHarness], None]] = {}
 
 
 def story(*keys: str) -> Callable[[Callable[[ConfigHarness], None]], Callable[[ConfigHarness], None]]:
-    """What the function shows is the effect of these keys."""
+    """Register a function that shows the effect of these keys."""
 
     def note(told: Callable[[ConfigHarness], None]) -> Callable[[ConfigHarness], None]:
         SCENARIOS.update(dict.fromkeys(keys, told))

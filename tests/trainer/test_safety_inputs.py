@@ -131,7 +131,7 @@ def both(place: Place) -> list[list[str]]:
 
 
 def test_a_good_model_is_taken(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
-    """What the other tests change is all that is wrong with their files."""
+    """Files of the other tests are wrong in nothing but the changes."""
     with watched() as seen:
         for command in both(place):
             assert main(command) == EXIT_OK, capsys.readouterr().err
@@ -385,7 +385,7 @@ TOKENIZERS: dict[str, tuple[dict[str, Any], str]] = {
 def test_wicked_tokenizers(
     kind: str, saved: Path, place: Place, refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What may take long or need much memory runs in a process of its own, which is all that is started."""
+    """Work that may take long or much memory runs in a process of its own; nothing else is started."""
     monkeypatch.setattr(
         "stoker.trainer.data.tokenizers.isolated_encoder.MAX_MEMORY", (128 if kind == "growth" else 1024) * MIB
     )

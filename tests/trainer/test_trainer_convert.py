@@ -228,7 +228,7 @@ def test_the_tokenizer_comes_along(tmp_path: Path, capsys: pytest.CaptureFixture
 
 
 def test_train_generate_and_evaluate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """What a conversion wrote is trained on by its own YAML, goes on with a text, and is scored."""
+    """A converted model is trained on by its own YAML, goes on with a text, and is scored."""
     theirs = save(random_model("llama"), tmp_path / "theirs")
     letter_tokenizer(theirs)
     ours = tmp_path / "ours"

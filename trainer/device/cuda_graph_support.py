@@ -28,12 +28,7 @@ def uses_cuda_graph(
     enabled, reason = run.model.enable_cuda_graph, cuda_graph_unsupported_reason(run, device, decisions)
     if enabled and reason:
         raise UserError(f"`model.enable_cuda_graph` (True) {reason}; use model.enable_cuda_graph=False")
-    return wants_cuda_graph(run) and reason is None
-
-
-def wants_cuda_graph(run: ResolvedRun) -> bool:
-    """Return True if micro batches or layers are captured where that is supported."""
-    return run.model.enable_cuda_graph is not False
+    return enabled is not False and reason is None
 
 
 def cuda_graph_unsupported_reason(

@@ -36,7 +36,7 @@ from ..config.parameter_layout import DataParallelLayout
 from ..config.resolved_run import ResolvedRun
 from ..config.run_precision import RunPrecision
 from ..config.schema.root import AnyModelBlock
-from ..device.cuda_graph_support import cuda_graph_unsupported_reason, uses_cuda_graph, wants_cuda_graph
+from ..device.cuda_graph_support import cuda_graph_unsupported_reason, uses_cuda_graph
 from ..distributed.data_parallel import grad_reduce_dtype
 from .hardware import GPUSpec
 from .trainable_count import ParameterCounts, count_rank, count_stages, count_trainable
@@ -117,7 +117,7 @@ class RunInputs:
     @property
     def uses_cuda_graph(self) -> bool:
         """True if micro batches run as CUDA graphs, each launched with one call, or layers, each with two."""
-        return self.can_use_cuda_graph and wants_cuda_graph(self.run)
+        return self.can_use_cuda_graph and self.model_config.enable_cuda_graph is not False
 
     @property
     def model_config(self) -> AnyModelBlock:
