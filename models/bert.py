@@ -13,7 +13,7 @@ from ..kernels.attention.dispatch import BackendSelection
 from .config.batch_shape import BatchSpec
 from .config.bert import BertSlice
 from .dispatch.attention_calls import CallKind, decision_for
-from .language_model import BaseLanguageModel
+from .language_model import BaseLanguageModel, TokenEmbedding
 from .layers.attention import Backends
 from .layers.compiling import eager_layers
 from .layers.cost import Matrix, StackInputs, Weights
@@ -246,7 +246,7 @@ def build_bert(bert: BertSlice, form: BatchSpec, decisions: Mapping[str, Backend
     """Build a BERT; arguments as in `assemble`."""
     hidden_size, stack = bert.stack.hidden_size, bert.stack
     return BERT(
-        token_embedding=nn.Embedding(bert.padded_vocab_size, hidden_size),
+        token_embedding=TokenEmbedding(bert.padded_vocab_size, hidden_size),
         position_embedding=build_position_table(bert),
         token_type_embedding=nn.Embedding(bert.token_types, hidden_size) if bert.token_types else None,
         embedding_norm=build_norm(stack.norm, hidden_size) if bert.embedding_norm else None,

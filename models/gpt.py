@@ -12,7 +12,7 @@ from ..kernels.attention.dispatch import BackendSelection
 from .config.batch_shape import BatchSpec
 from .config.gpt import GPTSlice
 from .dispatch.attention_calls import CallKind, decision_for
-from .language_model import BaseLanguageModel
+from .language_model import BaseLanguageModel, TokenEmbedding
 from .layers.attention import Backends
 from .layers.compiling import eager_layers
 from .layers.cost import Weights
@@ -228,7 +228,7 @@ def build_gpt(gpt: GPTSlice, form: BatchSpec, decisions: Mapping[str, BackendSel
     """Build a GPT; arguments as in `assemble`."""
     hidden_size = gpt.stack.hidden_size
     return GPT(
-        token_embedding=nn.Embedding(gpt.padded_vocab_size, hidden_size),
+        token_embedding=TokenEmbedding(gpt.padded_vocab_size, hidden_size),
         position_embedding=build_position_table(gpt),
         decoder=build_stack(gpt.stack, backends),
         head=None if gpt.tied else nn.Linear(hidden_size, gpt.padded_vocab_size, bias=False),

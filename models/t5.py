@@ -14,7 +14,7 @@ from ..kernels.autocast import autocast_dtype
 from .config.batch_shape import BatchSpec
 from .config.t5 import T5Slice
 from .dispatch.attention_calls import CallKind, decision_for
-from .language_model import BaseLanguageModel
+from .language_model import BaseLanguageModel, TokenEmbedding
 from .layers.attention import Backends
 from .layers.attention_bias import CrossRelativeBias, position_bias_parameters
 from .layers.compiling import eager_layers
@@ -435,8 +435,8 @@ def build_t5(
     hidden_size = t5.encoder.stack.hidden_size
     cross = t5.cross_attention
     return T5(
-        token_embedding=nn.Embedding(t5.padded_vocab_size, hidden_size),
-        decoder_token_embedding=None if t5.shared_embeddings else nn.Embedding(t5.padded_vocab_size, hidden_size),
+        token_embedding=TokenEmbedding(t5.padded_vocab_size, hidden_size),
+        decoder_token_embedding=None if t5.shared_embeddings else TokenEmbedding(t5.padded_vocab_size, hidden_size),
         encoder_position_embedding=build_position_table(t5.encoder),
         decoder_position_embedding=build_position_table(t5.decoder),
         encoder=build_stack(t5.encoder.stack, backends.get("encoder", {})),

@@ -7,9 +7,9 @@ replace, and hold this rank's part of them.
 
 from __future__ import annotations
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ...kernels.embedding import embedding
 from .collectives import SharedRows, TensorParallel, column_linear, reduce_partial, row_linear, sum_partial
 from .fp8 import Fp8Product, dense_weight, fp8_column_linear
 from .layout import ParallelLayout
@@ -117,7 +117,7 @@ class VocabularyParallelEmbedding(nn.Embedding):
         """Return the embeddings (..., embedding_dim) of tokens of the whole vocabulary."""
         local = input - self.first_token
         elsewhere = (local < 0) | (local >= self.num_embeddings)
-        found = F.embedding(local.masked_fill(elsewhere, 0), self.weight)
+        found = embedding(local.masked_fill(elsewhere, 0), self.weight)
         return reduce_partial(found.masked_fill(elsewhere[..., None], 0.0), self.ranks)
 
 
