@@ -8,7 +8,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .launch import jit, next_power_of_2, tl
+from .launch import constant, jit, next_power_of_2, tl
+
+VECTOR_SIZE = 8
+VECTOR = constant(VECTOR_SIZE)
+"""Neighbouring columns that a thread loads at once; only their largest one rescales its sum of exponentials."""
+LOWEST = constant(-3.0e38)
+"""Smaller than any logit that is not -inf."""
 
 # ---------------------------------------------------------------- Triton
 
@@ -21,32 +27,77 @@ def _capped(logit, softcap):
 
 
 @jit
+def _load_logits(
+    row_pointer, column, valid_vocab, padded_vocab, softcap, CAPPED: tl.constexpr, WHOLE: tl.constexpr,
+    POLICY: tl.constexpr,
+):  # fmt: skip
+    """Load columns of a row, -inf where there is no token; return them in fp32 and the derivative of the softcap.
+
+    WHOLE: all columns are tokens. POLICY: eviction policy of the L2 cache.
+    """
+    if WHOLE:
+        logit = tl.load(row_pointer + column, eviction_policy=POLICY)  # pyright: ignore[reportArgumentType]
+    else:
+        # the width of the row as mask, which has whole vectors if it is a multiple of them
+        exists = column < padded_vocab
+        logit = tl.load(row_pointer + column, mask=exists, other=0.0, eviction_policy=POLICY)  # pyright: ignore[reportArgumentType]
+    logit = logit.to(tl.float32)
+    slope = 1.0
+    if CAPPED:
+        logit, slope = _capped(logit, softcap)
+    if not WHOLE:
+        logit = tl.where(column < valid_vocab, logit, float("-inf"))
+    return logit, slope
+
+
+@jit
+def _add_logits(maximum, total, sums, logit, valid, SMOOTHED: tl.constexpr, BLOCK: tl.constexpr):
+    """Add the logits of a block to the statistics of their lanes, VECTOR of them each."""
+    lanes = tl.reshape(logit, (BLOCK // VECTOR, VECTOR))
+    higher = tl.maximum(maximum, tl.max(lanes, axis=1))
+    total = total * tl.exp(maximum - higher) + tl.sum(tl.exp(lanes - higher[:, None]), axis=1)
+    if SMOOTHED:
+        sums += tl.sum(tl.reshape(tl.where(valid, logit, 0.0), (BLOCK // VECTOR, VECTOR)), axis=1)
+    return higher, total, sums
+
+
+@jit
 def _row_statistics(
-    row_pointer, valid_vocab, softcap, SMOOTHED: tl.constexpr, CAPPED: tl.constexpr, BLOCK: tl.constexpr
+    row_pointer, valid_vocab, padded_vocab, softcap, SMOOTHED: tl.constexpr, CAPPED: tl.constexpr, BLOCK: tl.constexpr
 ):
     """Return the largest logit of a row, the sum of exp(logit - largest), and with SMOOTHED that of the logits.
 
     Without valid columns these are -inf, 0 and 0.
     """
     offsets = tl.arange(0, BLOCK)
-    maximum = tl.full((BLOCK,), float("-inf"), tl.float32)
-    total = tl.zeros((BLOCK,), tl.float32)
-    sums = tl.zeros((BLOCK,), tl.float32)
-    for start in range(0, valid_vocab, BLOCK):
-        inside = start + offsets < valid_vocab
-        logit = tl.load(row_pointer + start + offsets, mask=inside, other=float("-inf")).to(tl.float32)
-        if CAPPED:
-            logit = tl.where(inside, _capped(logit, softcap)[0], float("-inf"))
-        if SMOOTHED:
-            sums += tl.where(inside, logit, 0.0)
-        higher = tl.maximum(maximum, logit)
-        # a lane that has seen no valid column yet holds -inf, and exp(-inf - -inf) would be NaN
-        shift = tl.where(higher == float("-inf"), 0.0, higher)
-        total = total * tl.exp(maximum - shift) + tl.exp(logit - shift)
-        maximum = higher
+    # finite, as exp(-inf - -inf) would be NaN
+    maximum = tl.full((BLOCK // VECTOR,), LOWEST, tl.float32)
+    total = tl.zeros((BLOCK // VECTOR,), tl.float32)
+    sums = tl.zeros((BLOCK // VECTOR,), tl.float32)
+    whole = valid_vocab // BLOCK * BLOCK
+    for start in range(0, whole, BLOCK):
+        logit, _ = _load_logits(row_pointer, start + offsets, valid_vocab, padded_vocab, softcap, CAPPED, True, "")
+        maximum, total, sums = _add_logits(maximum, total, sums, logit, True, SMOOTHED, BLOCK)
+    if whole < valid_vocab:
+        column = whole + offsets
+        logit, _ = _load_logits(row_pointer, column, valid_vocab, padded_vocab, softcap, CAPPED, False, "")
+        maximum, total, sums = _add_logits(maximum, total, sums, logit, column < valid_vocab, SMOOTHED, BLOCK)
     row_maximum = tl.max(maximum, 0)
-    shift = tl.where(row_maximum == float("-inf"), 0.0, row_maximum)
-    return row_maximum, tl.sum(total * tl.exp(maximum - shift), 0), tl.sum(sums, 0)
+    row_total = tl.sum(total * tl.exp(maximum - row_maximum), 0)
+    return tl.where(row_maximum == LOWEST, float("-inf"), row_maximum), row_total, tl.sum(sums, 0)
+
+
+@jit
+def _gradient_of(
+    logit, slope, valid, logsumexp, factor, spread, z_loss, SMOOTHED: tl.constexpr, Z_LOSS: tl.constexpr,
+):  # fmt: skip
+    """Return the gradient of the loss times `factor`, without what the label's column has more."""
+    gradient = tl.exp(logit - logsumexp)
+    if Z_LOSS:  # d logsumexp^2 = 2 logsumexp softmax
+        gradient *= 1.0 + 2.0 * z_loss * logsumexp
+    if SMOOTHED:
+        gradient -= tl.where(valid, spread, 0.0)
+    return gradient * (slope * factor)
 
 
 @jit
@@ -56,33 +107,33 @@ def _store_row_gradient(
 ):  # fmt: skip
     """Replace a row of logits by the gradient of its loss times `factor`; `label` is a column, or none of them."""
     offsets = tl.arange(0, BLOCK)
-    for start in range(0, padded_vocab, BLOCK):
+    dtype: tl.constexpr = row_pointer.dtype.element_ty
+    has_label = (label >= 0) & (label < valid_vocab)
+    target = tl.load(row_pointer + label, mask=has_label, other=0.0).to(tl.float32)
+    whole = valid_vocab // BLOCK * BLOCK
+    for start in range(0, whole, BLOCK):
         column = start + offsets
-        logit = tl.load(
-            row_pointer + column,
-            mask=column < valid_vocab,
-            other=float("-inf"),
-            eviction_policy="evict_first",  # so that the L2 cache keeps rows that are to be read again
-        ).to(tl.float32)
-        slope = 1.0
-        if CAPPED:
-            logit, slope = _capped(logit, softcap)
-            logit = tl.where(column < valid_vocab, logit, float("-inf"))
-        gradient = tl.exp(logit - logsumexp)
-        if Z_LOSS:  # d logsumexp^2 = 2 logsumexp softmax
-            gradient *= 1.0 + 2.0 * z_loss * logsumexp
-        if SMOOTHED:
-            gradient -= tl.where(column < valid_vocab, spread, 0.0)
-            gradient -= tl.where(column == label, 1.0 - smoothing, 0.0)
-        else:
-            gradient -= tl.where(column == label, 1.0, 0.0)
-        gradient *= slope * factor
-        tl.store(
-            row_pointer + column,
-            gradient.to(row_pointer.dtype.element_ty),
-            mask=column < padded_vocab,
-            eviction_policy="evict_first",
+        logit, slope = _load_logits(
+            row_pointer, column, valid_vocab, padded_vocab, softcap, CAPPED, True, "evict_first"
         )
+        gradient = _gradient_of(logit, slope, True, logsumexp, factor, spread, z_loss, SMOOTHED, Z_LOSS)
+        tl.store(row_pointer + column, gradient.to(dtype), eviction_policy="evict_first")
+    for start in range(whole, padded_vocab, BLOCK):
+        column = start + offsets
+        logit, slope = _load_logits(
+            row_pointer, column, valid_vocab, padded_vocab, softcap, CAPPED, False, "evict_first"
+        )
+        valid = column < valid_vocab
+        gradient = _gradient_of(logit, slope, valid, logsumexp, factor, spread, z_loss, SMOOTHED, Z_LOSS)
+        tl.store(row_pointer + column, gradient.to(dtype), mask=column < padded_vocab, eviction_policy="evict_first")
+    # the label's column is written again, after all threads have written theirs: comparing every column takes longer
+    slope = 1.0
+    if CAPPED:
+        target, slope = _capped(target, softcap)
+    gradient = _gradient_of(target, slope, True, logsumexp, factor, spread, z_loss, SMOOTHED, Z_LOSS)
+    gradient -= (1.0 - smoothing) * (slope * factor)
+    tl.debug_barrier()
+    tl.store(row_pointer + label, gradient.to(dtype), mask=has_label)
 
 
 @jit
@@ -134,7 +185,9 @@ def _loss_and_gradient_kernel(
         if WITH_GRADIENT:
             _store_zeros(row_pointer, padded_vocab, BLOCK)
     else:
-        row_maximum, row_total, row_sum = _row_statistics(row_pointer, valid_vocab, softcap, SMOOTHED, CAPPED, BLOCK)
+        row_maximum, row_total, row_sum = _row_statistics(
+            row_pointer, valid_vocab, padded_vocab, softcap, SMOOTHED, CAPPED, BLOCK
+        )
         logsumexp = row_maximum + tl.log(row_total)
         # an out-of-range label makes the loss NaN: labels are not read on the host, which could raise
         is_token = (label >= 0) & (label < valid_vocab)
@@ -161,6 +214,17 @@ def _loss_and_gradient_kernel(
             )  # fmt: skip
 
 
+def launch_options(columns: int) -> dict[str, int]:
+    """Return the columns of a block and the launch options: one or two vectors per thread, up to 1,024 threads.
+
+    A row is read twice. With two programs of that size per multiprocessor it is in the L2 cache the second time. Two
+    vectors that are not aligned, of single loads, would not fit in the registers of a thread.
+    """
+    vectors = 2 if columns % 16 == 0 else 1
+    block = min(max(next_power_of_2(columns), 512), 8192 * vectors)
+    return {"BLOCK": block, "num_warps": block // (vectors * 32 * VECTOR_SIZE), "enable_fp_fusion": True}
+
+
 def triton_loss_and_gradient_(
     logits: Tensor,
     labels: Tensor,
@@ -181,7 +245,6 @@ def triton_loss_and_gradient_(
     """
     tokens, padded_vocab = logits.shape
     losses = torch.empty(tokens, dtype=torch.float32, device=logits.device)
-    block = min(next_power_of_2(padded_vocab), 4096)
     _loss_and_gradient_kernel[(tokens,)](
         logits,
         labels.contiguous(),
@@ -201,9 +264,7 @@ def triton_loss_and_gradient_(
         DIVIDED=denominator is not None,
         WEIGHTED=row_weights is not None,
         Z_LOSS=z_loss > 0,
-        BLOCK=block,
-        num_warps=8,
-        enable_fp_fusion=True,
+        **launch_options(padded_vocab),
     )
     return losses, logits
 

@@ -39,6 +39,11 @@ jit: Any = triton.jit  # untyped: kernels are launched with a grid and options t
 INTERPRETED = HAS_TRITON and os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
+def constant(value: Any) -> Any:
+    """Return a constant of a module that kernels may read."""
+    return tl.constexpr(value) if HAS_TRITON else value
+
+
 def disable_compile(function: Function) -> Function:
     """Exclude a function from torch.compile: third-party extensions cannot be traced and may synchronize."""
     return cast("Function", torch.compiler.disable(function))
@@ -84,7 +89,7 @@ def pdl_wait(PDL: tl.constexpr):  # pyright: ignore[reportInvalidTypeForm]
         gdc_wait()
 
 
-_INTERPRETED_IN_KERNEL: Any = tl.constexpr(INTERPRETED) if HAS_TRITON else False
+_INTERPRETED_IN_KERNEL = constant(INTERPRETED)
 
 
 @jit

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .cross_entropy_kernels import _capped, _row_statistics, _store_row_gradient, _store_zeros
-from .launch import jit, next_power_of_2, tl, triton_runs_on
+from .cross_entropy_kernels import _capped, _row_statistics, _store_row_gradient, _store_zeros, launch_options
+from .launch import jit, tl, triton_runs_on
 
 LARGEST, EXPONENTIALS, TARGET, SUM = range(4)
 """Statistics of a token: largest logit, sum of exp(logit - largest), the label's logit (0 if another rank has it), and
@@ -21,7 +21,7 @@ with smoothing the sum of the logits.
 
 @jit
 def _statistics_kernel(
-    logits_pointer, labels_pointer, statistics_pointer, row_stride, valid_vocab, first, vocabulary,
+    logits_pointer, labels_pointer, statistics_pointer, row_stride, valid_vocab, padded_vocab, first, vocabulary,
     ignore_index, softcap, SMOOTHED: tl.constexpr, CAPPED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Take the statistics of one row of logits (tokens, columns) per program; labels count from `first`.
@@ -34,7 +34,7 @@ def _statistics_kernel(
     largest, total, sums = 0.0, 1.0, 0.0
     target = 0.0
     if label != ignore_index:
-        largest, total, sums = _row_statistics(row_pointer, valid_vocab, softcap, SMOOTHED, CAPPED, BLOCK)
+        largest, total, sums = _row_statistics(row_pointer, valid_vocab, padded_vocab, softcap, SMOOTHED, CAPPED, BLOCK)
         local = label - first
         is_here = (local >= 0) & (local < valid_vocab)
         target = tl.load(row_pointer + local, mask=is_here, other=0.0).to(tl.float32)
@@ -84,13 +84,12 @@ def part_statistics(
         smoothing: as in `linear_cross_entropy`; 0 leaves out the sum of the logits.
         softcap: as there.
     """
-    tokens = len(logits)
+    tokens, columns = logits.shape
     if triton_runs_on(logits):
         statistics = logits.new_empty(4, tokens, dtype=torch.float32)
         _statistics_kernel[(tokens,)](
-            logits, labels.contiguous(), statistics, logits.stride(0), valid_vocab, first, vocabulary,
-            ignore_index, softcap, SMOOTHED=smoothing > 0, CAPPED=softcap > 0, BLOCK=_block(logits), num_warps=8,
-            enable_fp_fusion=True,
+            logits, labels.contiguous(), statistics, logits.stride(0), valid_vocab, columns, first, vocabulary,
+            ignore_index, softcap, SMOOTHED=smoothing > 0, CAPPED=softcap > 0, **launch_options(columns),
         )  # fmt: skip
         return statistics
     logits = _capped_logits(logits[:, :valid_vocab], softcap)[0]
@@ -122,7 +121,7 @@ def part_gradient(
         _part_gradient_kernel[(tokens,)](
             logits, labels.contiguous(), logsumexp, denominator, logits.stride(0), valid_vocab, columns, first,
             ignore_index, smoothing, spread, softcap, SMOOTHED=smoothing > 0, CAPPED=softcap > 0,
-            BLOCK=_block(logits), num_warps=8, enable_fp_fusion=True,
+            **launch_options(columns),
         )  # fmt: skip
         return logits
     logits, slope = _capped_logits(logits[:, :valid_vocab], softcap)
@@ -131,10 +130,6 @@ def part_gradient(
     gradient = gradient.scatter_add(1, place, gradient.new_full(place.shape, smoothing - 1.0))[:, :-1]
     gradient = gradient if slope is None else gradient * slope
     return gradient * ((labels != ignore_index).to(gradient.dtype) / denominator)[:, None]
-
-
-def _block(logits: Tensor) -> int:
-    return min(next_power_of_2(logits.shape[1]), 4096)
 
 
 def _capped_logits(logits: Tensor, softcap: float) -> tuple[Tensor, Tensor | None]:

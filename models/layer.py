@@ -23,7 +23,7 @@ from .layers.dropout import (
     require_dropout,
 )
 from .layers.fp8_linear import reads_source
-from .layers.fused_linear import can_skip_norm_output
+from .layers.fused_linear import can_detach_bias, can_skip_norm_output
 from .layers.mlp import MLP, build_mlp
 from .layers.norm import BranchInput, LayerNorm, RMSNorm, build_norm, is_wide_residual
 from .layers.self_attention import SelfAttention, build_self_attention
@@ -127,7 +127,10 @@ class Layer(RecomputableModule):
             return self.run_experts(routed, context.dropout), routed.routing.statistics
         layer_input, hidden = hidden, self._run_attentions(hidden, context)
         projection = None if isinstance(self.mlp, MoE) else self.mlp.up
-        read = self._branch_input(self.mlp_norm, hidden, layer_input, projection)
+        # a recomputed MLP is a function of its own
+        output = None if isinstance(self.mlp, MoE) or self.mlp.is_recomputed else self.mlp.down
+        output = output if self._fuses_residual(self.mlp_adapter, None) else None
+        read = self._branch_input(self.mlp_norm, hidden, layer_input, projection, output)
         hidden, sums = self._run_mlp(read, read.residual, context)
         return self._post_norm(self.mlp_norm, hidden), sums
 
@@ -163,7 +166,9 @@ class Layer(RecomputableModule):
 
     def _run_attentions(self, hidden: Tensor, context: LayerContext) -> Tensor:
         """Run the residual branches of self-attention and cross-attention."""
-        read = self._branch_input(self.attention_norm, hidden, hidden, self.attention.qkv)
+        fuses = self._fuses_residual(self.attention_adapter, self.attention_output_norm)
+        output = self.attention.output if fuses else None
+        read = self._branch_input(self.attention_norm, hidden, hidden, self.attention.qkv, output)
         layer_input, hidden = hidden, self._run_attention(read, read.residual, context, self.attention_output_norm)
         hidden = self._post_norm(self.attention_norm, hidden)
         if self.cross_attention is not None and self.cross_attention_norm is not None:
@@ -177,7 +182,8 @@ class Layer(RecomputableModule):
     ) -> Tensor:
         """Return the output of self-attention after adapter, `output_norm` and dropout, plus `residual` if given."""
         fuses = self._fuses_residual(self.attention_adapter, output_norm)
-        output = self.attention(read.hidden, context, read.norm, residual if fuses else None, read.source)
+        added = residual if fuses else None
+        output = self.attention(read.hidden, context, read.norm, added, read.source, read.output_bias)
         if fuses:
             return output
         streams = ATTENTION_OUTPUT, ATTENTION_ADAPTER
@@ -211,7 +217,7 @@ class Layer(RecomputableModule):
                 dropout=context.dropout,
             )
         else:
-            output = self.mlp(read.hidden, read.norm, added, context.dropout, read.source)
+            output = self.mlp(read.hidden, read.norm, added, context.dropout, read.source, read.output_bias)
         if not fuses:
             output = self._finish(
                 output, residual, context.dropout, (MLP_OUTPUT, MLP_ADAPTER), output_norm, self.mlp_adapter
@@ -253,6 +259,7 @@ class Layer(RecomputableModule):
         hidden: Tensor,
         layer_input: Tensor,
         projection: nn.Linear | None,
+        output: nn.Linear | None = None,
         *,
         has_several_readers: bool = False,
     ) -> BranchInput:
@@ -263,6 +270,7 @@ class Layer(RecomputableModule):
             hidden: residual stream.
             layer_input: residual stream at the start of the layer.
             projection: the only reader of the norm output; None if there are several.
+            output: last linear layer of the branch, if its output is added to the residual stream as it is.
             has_several_readers: several operations of the branch save the norm output, so recomputing it saves nothing.
         """
         if self.block == "post_ln":
@@ -273,10 +281,12 @@ class Layer(RecomputableModule):
         if (norm.recompute or skips_output) and not casts and not has_several_readers and should_recompute(self):
             return BranchInput(hidden, source, norm=norm)
         # The fused norm saves the residual stream. The layer input is saved anyway; a sum would cost extra memory if
-        # its summands are saved (other block types) or if one of them is narrower (autocast, an fp32 residual).
+        # its summands are saved (other block types) or if one of them is narrower (autocast, an fp32 residual). Of the
+        # LayerNorms of a parallel block the compiler saves one normalized input.
         is_saved = hidden is layer_input or (self.block == "pre_ln" and not is_wide_residual(hidden, norm.weight))
-        if isinstance(norm, RMSNorm) and is_saved:
-            read = norm.forward_with_residual(hidden, has_several_readers)
+        if is_saved and not (self.block == "parallel_ln" and isinstance(norm, LayerNorm)):
+            bias = output.bias if output is not None and can_detach_bias(output, hidden) else None
+            read = norm.forward_with_residual(hidden, has_several_readers, bias)
         else:
             read = BranchInput(hidden, norm(source))
         return read._replace(source=norm.fp8_source(source)) if casts else read

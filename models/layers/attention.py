@@ -118,16 +118,21 @@ class Attention(RecomputableModule):
         return self.dropout, require_dropout(dropout).of_heads(number, self.first_head)
 
     def _project_output(
-        self, heads: Tensor, residual: Tensor | None, number: int, dropout: LayerDropout | None
+        self,
+        heads: Tensor,
+        residual: Tensor | None,
+        number: int,
+        dropout: LayerDropout | None,
+        bias: Tensor | None = None,
     ) -> Tensor:
         """Scale the heads of (batch, tokens, heads, head_dim), project them, and add the residual if given.
 
-        `number` is the dropout of the projection's LoRA.
+        `number` is the dropout of the projection's LoRA; for `bias` see `linear_add_residual`.
         """
         mask = None if dropout is None else dropout.of_channels(number, self.first_head * self.head_dim)
         if self.head_scale is not None:
             heads = heads * self.head_scale.to(heads.dtype)[:, None]
-        return linear_add_residual(residual, self.output, heads.flatten(2), mask)
+        return linear_add_residual(residual, self.output, heads.flatten(2), mask, bias=bias)
 
 
 def attention_arguments(stack: StackSlice, attention: AttentionSlice, backends: Backends) -> AttentionArguments:

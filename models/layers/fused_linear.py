@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...kernels.fp8.operands import Source
@@ -62,12 +63,16 @@ def linear_add_residual(
     hidden: Tensor,
     dropout: DropoutMask | None = None,
     source: Source | None = None,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """Return `residual + linear(hidden)`, or `linear(hidden)` if `residual` is None.
 
     `dropout` is the mask of the dropout that a linear layer with LoRA has in training. `source` makes `hidden`, for a
-    layer that `reads_source`.
+    layer that `reads_source`. `bias` takes the place of that of a layer that `can_detach_bias`.
     """
+    if bias is not None:
+        output = F.linear(hidden, linear.weight, bias)
+        return output if residual is None else residual + output
     if source is not None:
         assert isinstance(linear, Fp8Linear)
         output = linear.of_source(hidden, source)
@@ -102,7 +107,7 @@ def norm_linear(
     if isinstance(linear, FusedLinear) and linear.can_skip_norm_output(norm):
         return linear.forward_with_norm(norm, hidden, dropout), residual
     fusable = residual is hidden and type(linear) is nn.Linear
-    if fusable and isinstance(norm, RMSNorm) and norm.can_fuse_projection(hidden):
+    if fusable and norm.can_fuse_projection(hidden):
         residual, projected = norm.fused_projection(hidden, linear.weight, linear.bias)
         return projected, residual
     product = partial(linear_add_residual, None, linear, dropout=dropout)

@@ -83,6 +83,7 @@ class MLP(RecomputableModule):
         residual: Tensor | None = None,
         dropout: LayerDropout | None = None,
         source: Source | None = None,
+        output_bias: Tensor | None = None,
     ) -> Tensor:
         """Map (batch, tokens, hidden_size) to the same shape.
 
@@ -92,6 +93,7 @@ class MLP(RecomputableModule):
             residual: residual stream to add the output to, shaped like `hidden`; None without.
             dropout: dropouts of the layer in this forward; None outside training or without dropout.
             source: see `BranchInput`.
+            output_bias: see `BranchInput`.
         """
         up_mask = inner_mask = down_mask = None
         if dropout is not None:
@@ -116,7 +118,7 @@ class MLP(RecomputableModule):
             projected = linear_add_residual(None, self.up, hidden, up_mask, source)
         if not self.is_recomputed:
             inner, source = self._inner(projected, inner_mask, bias), self._inner_source(projected)
-            return linear_add_residual(residual, self.down, inner, down_mask, source)
+            return linear_add_residual(residual, self.down, inner, down_mask, source, output_bias)
         fusable = self.inner_norm is None and not self.dropout and type(self.down) is nn.Linear
         fusable = fusable and self.nonlinearity in FUSED_ACTIVATIONS
         if self.gated and fusable and triton_runs_on(projected):

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ...kernels.fp8.operands import Source
 from ...kernels.norm_functions import NormFactors, layer_norm, layer_norm_factors, rms_norm, rms_norm_factors
-from ...kernels.rms_norm_residual import can_fuse_residual, rms_norm_residual, rms_norm_residual_linear
+from ...kernels.norm_residual import can_fuse_residual, norm_residual, norm_residual_linear
 from ..config.dense_stack import NormSlice
 from ..memory.recompute import RecomputableModule
 
@@ -24,6 +24,8 @@ class BranchInput(NamedTuple):
             for one reader.
         norm: norm that the branch applies itself, so that its output is not saved; None if it has been applied.
         source: what makes `hidden`, for a projection that casts it to fp8 (`fp8_linear.reads_source`); None for others.
+        output_bias: detached bias of the branch's last linear layer, to be added in place of its own, since the norm
+            computes its gradient; None: its own.
     """
 
     residual: Tensor
@@ -31,17 +33,19 @@ class BranchInput(NamedTuple):
     second_hidden: Tensor | None = None
     norm: LayerNorm | RMSNorm | None = None
     source: Source | None = None
+    output_bias: Tensor | None = None
 
 
-class LayerNorm(RecomputableModule):
-    """Layer normalization over the last dimension; a layer recomputes its output before a projection.
+class BaseNorm(RecomputableModule):
+    """Normalization over the last dimension; a layer recomputes its output before a projection.
 
     Attributes:
         wide_input: the input is an fp32 residual stream, which takes more memory than the output.
+        offset: bias of LayerNorm, None for RMSNorm.
 
     Args:
         hidden_size: size of the last dimension.
-        epsilon: added to the variance for numerical stability.
+        epsilon: added to the variance, or to the mean square, for numerical stability.
         zero_centered: store the weight minus one (Megatron's `layernorm1p`).
     """
 
@@ -52,7 +56,58 @@ class LayerNorm(RecomputableModule):
         self.epsilon = epsilon
         self.zero_centered = zero_centered
         self.weight = nn.Parameter(torch.full((hidden_size,), 0.0 if zero_centered else 1.0))
+
+    @property
+    def offset(self) -> Tensor | None:
+        """See the class."""
+        return None
+
+    def forward_with_residual(
+        self, residual: Tensor, two_outputs: bool, output_bias: Tensor | None = None
+    ) -> BranchInput:
+        """Return the residual stream and its norm, whose fused backward sums the gradients of both.
+
+        Args:
+            residual: residual stream (..., hidden_size).
+            two_outputs: return the norm for a second reader too. Every returned tensor must be used in the loss.
+            output_bias: see `norm_residual`; None if the output is not added as it is.
+        """
+        if not can_fuse_residual(residual, self.weight):
+            return BranchInput(residual, self(residual))
+        options: dict[str, Any] = {"epsilon": self.epsilon, "zero_centered": self.zero_centered}
+        read = norm_residual(
+            residual, self.weight, self.offset, two_outputs=two_outputs, output_bias=output_bias, **options
+        )
+        return BranchInput(*read, output_bias=None if output_bias is None else output_bias.detach())
+
+    def can_fuse_projection(self, residual: Tensor) -> bool:
+        """Return True if `fused_projection` is supported and saves memory.
+
+        It does not if the residual stream is wider than the norm, a sum that nothing else saves: in fp32 beside 16-bit
+        weights, or under autocast.
+        """
+        return can_fuse_residual(residual, self.weight) and not is_wide_residual(residual, self.weight)
+
+    def fused_projection(self, residual: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return the residual stream and a projection of its norm; the backward recomputes the norm.
+
+        Both must be used in the loss.
+        """
+        options: dict[str, Any] = {"epsilon": self.epsilon, "zero_centered": self.zero_centered}
+        return norm_residual_linear(residual, self.weight, self.offset, weight, bias, **options)
+
+
+class LayerNorm(BaseNorm):
+    """Layer normalization, see `BaseNorm`."""
+
+    def __init__(self, hidden_size: int, epsilon: float, *, zero_centered: bool = False) -> None:
+        super().__init__(hidden_size, epsilon, zero_centered=zero_centered)
         self.bias = nn.Parameter(torch.zeros(hidden_size))
+
+    @property
+    def offset(self) -> Tensor:
+        """See `BaseNorm`."""
+        return self.bias
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Normalize (..., hidden_size); same shape and dtype, but in that of 16-bit weights for fp32."""
@@ -68,52 +123,13 @@ class LayerNorm(RecomputableModule):
         return Source("layer_norm", (rows, inverse.flatten(), gain, mean.flatten(), bias))
 
 
-class RMSNorm(RecomputableModule):
-    """Root-mean-square normalization over the last dimension; see `LayerNorm`, but without bias."""
-
-    wide_input: bool = False
-
-    def __init__(self, hidden_size: int, epsilon: float, *, zero_centered: bool = False) -> None:
-        super().__init__()
-        self.epsilon = epsilon
-        self.zero_centered = zero_centered
-        self.weight = nn.Parameter(torch.full((hidden_size,), 0.0 if zero_centered else 1.0))
+class RMSNorm(BaseNorm):
+    """Root-mean-square normalization, without bias, see `BaseNorm`."""
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Normalize (..., hidden_size); same shape and dtype, but in that of 16-bit weights for fp32."""
         return rms_norm(
             inputs, self.weight, epsilon=self.epsilon, zero_centered=self.zero_centered, training=self.training
-        )
-
-    def forward_with_residual(self, residual: Tensor, two_outputs: bool) -> BranchInput:
-        """Return the residual stream and its norm, whose fused backward sums the gradients of both.
-
-        Args:
-            residual: residual stream (..., hidden_size).
-            two_outputs: return the norm for a second reader too. Every returned tensor must be used in the loss.
-        """
-        if not can_fuse_residual(residual, self.weight):
-            return BranchInput(residual, self(residual))
-        epsilon, centred = self.epsilon, self.zero_centered
-        return BranchInput(
-            *rms_norm_residual(residual, self.weight, epsilon=epsilon, zero_centered=centred, two_outputs=two_outputs)
-        )
-
-    def can_fuse_projection(self, residual: Tensor) -> bool:
-        """Return True if `fused_projection` is supported and saves memory.
-
-        It does not if the residual stream is wider than the norm, a sum that nothing else saves: in fp32 beside 16-bit
-        weights, or under autocast.
-        """
-        return can_fuse_residual(residual, self.weight) and not is_wide_residual(residual, self.weight)
-
-    def fused_projection(self, residual: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return the residual stream and a projection of its norm; the backward recomputes the norm.
-
-        Both must be used in the loss.
-        """
-        return rms_norm_residual_linear(
-            residual, self.weight, weight, bias, epsilon=self.epsilon, zero_centered=self.zero_centered
         )
 
     @torch.no_grad()

@@ -69,6 +69,7 @@ class SelfAttention(Attention):
         norm: LayerNorm | RMSNorm | None = None,
         residual: Tensor | None = None,
         source: Source | None = None,
+        output_bias: Tensor | None = None,
     ) -> Tensor:
         """Attend within each sequence.
 
@@ -79,6 +80,7 @@ class SelfAttention(Attention):
             norm: norm to apply to `hidden` without saving its output; None if it has been applied.
             residual: residual stream to add the output to, shaped like `hidden`; None without.
             source: see `BranchInput`.
+            output_bias: see `BranchInput`.
 
         Returns:
             Shaped like `hidden`.
@@ -123,7 +125,8 @@ class SelfAttention(Attention):
             rng=rng,
             packed=context.packed,
         )
-        return self._project_output(self.backends[context.kind](inputs), residual, LORA_OUTPUT, context.dropout)
+        heads = self.backends[context.kind](inputs)
+        return self._project_output(heads, residual, LORA_OUTPUT, context.dropout, output_bias)
 
     def _concatenates_gradients(self, context: LayerContext) -> bool:
         """Return True if the backward of the split concatenates gradients, which `triton` attention does not need."""

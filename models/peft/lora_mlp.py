@@ -54,6 +54,7 @@ class LoRAMLP(MLP):
         residual: Tensor | None = None,
         dropout: LayerDropout | None = None,
         source: Source | None = None,
+        output_bias: Tensor | None = None,
     ) -> Tensor:
         """See `MLP.forward`."""
         if self.fused and should_recompute(self) and lora_gated_mlp_runs_on(hidden, self.rank):
@@ -63,7 +64,7 @@ class LoRAMLP(MLP):
                 return self._run_fused(norm(hidden), norm.factors(hidden), residual)
             output = run_with_recomputed_input(norm, self._run_fused, hidden)
             return output if residual is None else residual + output
-        return super().forward(hidden, norm, residual, dropout, source)
+        return super().forward(hidden, norm, residual, dropout, source, output_bias)
 
     def _run_fused(self, hidden: Tensor, norm: NormFactors | None = None, residual: Tensor | None = None) -> Tensor:
         up, down = self.up, self.down

@@ -22,8 +22,9 @@ def cases(capability: int) -> list[tuple[str, Any, dict[str, str], dict[str, Any
     """Return (name, kernel, argument types, constexprs, launch options) of all kernels for a compute capability."""
     import torch
 
-    from stoker.kernels import bias_gradients, rms_norm_residual
+    from stoker.kernels import bias_gradients, embedding, norm_residual
     from stoker.kernels.cross_entropy_kernels import _loss_and_gradient_kernel
+    from stoker.kernels.cross_entropy_kernels import launch_options as loss_options
     from stoker.kernels.dropout import _dropout_kernel
     from stoker.kernels.fused_qkv_rope import fused_qkv_rope_kernel
     from stoker.kernels.gated_activation import _backward_kernel, _forward_kernel
@@ -62,9 +63,12 @@ def cases(capability: int) -> list[tuple[str, Any, dict[str, str], dict[str, Any
     }
     part |= {"first": "i32", "logsumexp_pointer": "*fp32", "spread": "fp32"}
     statistics = {
-        name: part[name] for name in ("logits_pointer", "labels_pointer", "row_stride", "valid_vocab", "first")
+        name: part[name]
+        for name in ("logits_pointer", "labels_pointer", "row_stride", "valid_vocab", "padded_vocab", "first")
     }
     statistics |= {"statistics_pointer": "*fp32", "vocabulary": "i32", "ignore_index": "i32", "softcap": "fp32"}
+    loss_launches: dict[bool, dict[str, Any]] = {width % 16 == 0: loss_options(width) for width in (50304, 50257)}
+    loss_blocks = {aligned: {"BLOCK": launch.pop("BLOCK")} for aligned, launch in loss_launches.items()}
     dropout = dict.fromkeys(("values_pointer", "out_pointer"), "*bf16") | {"residual_pointer": "*fp32"}
     dropout |= dict.fromkeys(("key_pointer", "rows_pointer"), "*i64") | {"scale": "fp32"}
     dropout |= dict.fromkeys(("rows", "channels", "threshold"), "i32")
@@ -104,18 +108,24 @@ def cases(capability: int) -> list[tuple[str, Any, dict[str, str], dict[str, Any
     }
     lora_backward |= {"down_a_gradient_pointer": "*fp32"} | sizes | {"chunk_rows": "i32", "scale": "fp32"}
 
-    forked = ("inputs", "weight", "residual_gradient", "first_gradient", "second_gradient", "gradient", "normed")
-    forked_norm_types = {f"{name}_pointer": "*bf16" for name in forked} | {"partial_pointer": "*fp32"}
-    forked_norm_types |= dict.fromkeys(("rows", "width", "chunk_rows"), "i32") | {"epsilon": "fp32"}
+    norm = ("inputs", "weight", "bias", "residual_gradient", "first_gradient", "second_gradient", "gradient", "normed")
+    norm_types = {f"{name}_pointer": "*bf16" for name in norm} | {"partial_pointer": "*fp32"}
+    norm_types |= dict.fromkeys(("rows", "width", "chunk_rows"), "i32") | {"epsilon": "fp32"}
 
-    def forked_norm_of(width: int, again: bool) -> Any:
-        absent = "second_gradient_pointer" if again else "normed_pointer"
-        flags: dict[str, Any] = {"SECOND": not again, "WRITE_NORMED": again, "ZERO_CENTERED": True, absent: None}
-        constants = flags | rms_norm_residual.launch_options(width)
+    def norm_of(width: int, again: bool, centered: bool) -> Any:
+        absent = ["second_gradient_pointer"] if again else ["normed_pointer"]
+        absent += [] if again and centered else ["bias_pointer"]
+        flags: dict[str, Any] = {"SECOND": not again, "WRITE_NORMED": again, "CENTERED": centered}
+        flags["SUM_RESIDUAL"] = centered and not again
+        constants = flags | {"ZERO_CENTERED": True} | dict.fromkeys(absent) | norm_residual.launch_options(width)
         launch = {name: constants.pop(name) for name in ("num_warps", "enable_fp_fusion")}
-        types = {name: kind for name, kind in forked_norm_types.items() if name != absent}
-        name = f"forked_norm_{width}" + "_again" * again
-        return name, rms_norm_residual.rms_norm_residual_backward_kernel, types, constants, launch
+        types = {name: kind for name, kind in norm_types.items() if name not in absent}
+        name = f"{'layer' if centered else 'rms'}_norm_{width}" + "_again" * again
+        return name, norm_residual.norm_residual_backward_kernel, types, constants, launch
+
+    of_embedding = {"sorted_pointer": "*i32", "order_pointer": "*i64", "partial_pointer": "*fp32"}
+    of_embedding |= {"gradient_pointer": "*bf16", "table_pointer": "*bf16", "places": "i32", "width": "i32"}
+    spans = {"SPAN": embedding.SPAN, "BLOCK": embedding.BLOCK}
 
     def biases_of(name: str, kind: str | None) -> Any:
         kernel = bias_gradients.write_and_sum_kernel
@@ -164,9 +174,18 @@ def cases(capability: int) -> list[tuple[str, Any, dict[str, str], dict[str, Any
         ("place_assignments", counting_sort.place_kernel, sort, sorting, {"num_warps": 4}),
         ("send_rows", send_kernel, sent, sending, {"num_warps": 4}),
         *(
-            forked_norm_of(width, again)
-            for width in (256, 1024, rms_norm_residual.MAX_WIDTH)
+            norm_of(width, again, centered)
+            for width in (256, 1024, norm_residual.MAX_WIDTH)
             for again in (False, True)
+            for centered in (False, True)
+        ),
+        ("embedding_sum", embedding.sum_spans_kernel, of_embedding, spans, {"num_warps": 4}),
+        (
+            "embedding_add",
+            embedding.add_spans_kernel,
+            of_embedding,
+            spans | {"SPANS": embedding.SPANS},
+            {"num_warps": 8},
         ),
         biases_of("activation", "gelu_tanh"),
         biases_of("join", None),
@@ -228,21 +247,24 @@ def cases(capability: int) -> list[tuple[str, Any, dict[str, str], dict[str, Any
                 name,
                 _loss_and_gradient_kernel,
                 {argument: kind for argument, kind in loss.items() if argument != absent},
-                {"WITH_GRADIENT": True, "SMOOTHED": smoothed, "CAPPED": capped, "BLOCK": 4096, absent: None}
+                {"WITH_GRADIENT": True, "SMOOTHED": smoothed, "CAPPED": capped, **loss_blocks[aligned], absent: None}
                 | dict.fromkeys(("WEIGHTED", "Z_LOSS"), per_token)
                 | {"DIVIDED": not per_token},
-                options | {"num_warps": 8},
+                loss_launches[aligned],
             )
             for name, smoothed, capped, per_token in (
                 ("cross_entropy", False, False, False),
                 ("cross_entropy_smoothed", True, False, False),
                 ("cross_entropy_capped", False, True, False),
                 ("cross_entropy_per_token_with_z_loss", False, False, True),
+                ("unaligned_cross_entropy", False, False, False),
+                ("unaligned_cross_entropy_smoothed", True, False, False),
             )
+            for aligned in (not name.startswith("unaligned"),)
             for absent in ("denominator_pointer" if per_token else "row_weights_pointer",)
         ),
         *(
-            (name, kernel, types, {"SMOOTHED": True, "CAPPED": True, "BLOCK": 4096}, options | {"num_warps": 8})
+            (name, kernel, types, {"SMOOTHED": True, "CAPPED": True, **loss_blocks[True]}, loss_launches[True])
             for name, kernel, types in (
                 ("vocabulary_part_statistics", _statistics_kernel, statistics),
                 ("vocabulary_part_gradient", _part_gradient_kernel, part),
@@ -327,7 +349,9 @@ def compiled(capabilities: Sequence[int] = CAPABILITIES, only: str = "") -> list
             attributes = {
                 (n,): [["tt.divisibility", 16]]
                 for n in multiples
-                if name.startswith(("forked", "lora", "narrow", "biases", "send"))
+                if name.startswith(
+                    ("layer_norm", "rms_norm", "lora", "narrow", "biases", "send", "embedding", "cross", "vocabulary")
+                )
             }
             source = ASTSource(fn=kernel, signature=order, constexprs=constants, attrs=attributes)
             program = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)

@@ -23,7 +23,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from stoker.kernels import cross_entropy, dropout, gated_activation, masked_softmax, rms_norm_residual
+from stoker.kernels import cross_entropy, dropout, gated_activation, masked_softmax, norm_residual
 from stoker.kernels.attention import recompute_scores
 from stoker.kernels.attention.backends import registry, unfused
 from stoker.kernels.attention.flash import ops
@@ -46,7 +46,7 @@ from stoker.trainer.plan.hardware import parse_gpu
 from stoker.trainer.plan.run_inputs import RunInputs, collect_inputs
 
 _BY_TRITON = (
-    cross_entropy, rms_norm_residual, gated_activation, lora_gated_mlp, lora_linear, masked_softmax, unfused,
+    cross_entropy, norm_residual, gated_activation, lora_gated_mlp, lora_linear, masked_softmax, unfused,
     recompute_scores, expert_mlps, grouped_matmul, permute, fused_linear,
 )  # fmt: skip
 

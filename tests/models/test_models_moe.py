@@ -17,7 +17,7 @@ from stoker.models.config.gpt import GPTKeys
 from stoker.models.gpt import GPT
 from stoker.models.layers.compiling import configure_dynamo
 from stoker.models.layers.dropout import DropoutMask, LayerDropout
-from stoker.models.layers.norm import BranchInput, RMSNorm
+from stoker.models.layers.norm import BaseNorm, BranchInput
 from stoker.models.memory import recompute
 from stoker.models.moe import router as router_module
 from stoker.models.moe.experts import Experts
@@ -176,6 +176,8 @@ def test_the_experts_add_to_the_stream_where_nothing_is_between(
         ({"moe_layer_recompute": True}, False, ["attention", "mlp"]),
         ({"transformer_block_type": "normformer"}, False, ["attention"]),
         ({"transformer_block_type": "parallel_ln"}, False, ["attention"]),
+        ({"transformer_block_type": "parallel_ln", "normalization": "layernorm"}, False, []),
+        ({"normalization": "layernorm"}, False, ["attention", "mlp, twice"]),
         ({"transformer_block_type": "post_ln"}, False, []),
         ({"activations_checkpoint_modules": ["norm"]}, False, ["mlp, twice"]),
     ],
@@ -183,17 +185,18 @@ def test_the_experts_add_to_the_stream_where_nothing_is_between(
 def test_norms_fork_where_the_stream_is_kept_anyway(
     monkeypatch: pytest.MonkeyPatch, keys: dict[str, Any], autocast: bool, forked: list[str]
 ) -> None:
-    model = gpt(torch.float32, num_layers=1, normalization="rmsnorm", **keys)
+    model = gpt(torch.float32, num_layers=1, **{"normalization": "rmsnorm", **keys})
     (layer,) = model.decoder.layers
     names = {id(layer.attention_norm): "attention", id(layer.mlp_norm): "mlp"}
     seen: list[str] = []
-    fork = RMSNorm.forward_with_residual
+    fork = BaseNorm.forward_with_residual
 
-    def noted(self: RMSNorm, stream: Tensor, twice: bool) -> BranchInput:
+    def noted(self: BaseNorm, stream: Tensor, twice: bool, bias: Tensor | None) -> BranchInput:
+        assert bias is None  # in eager mode
         seen.append(names[id(self)] + ", twice" * twice)
-        return fork(self, stream, twice)
+        return fork(self, stream, twice, bias)
 
-    monkeypatch.setattr(RMSNorm, "forward_with_residual", noted)
+    monkeypatch.setattr(BaseNorm, "forward_with_residual", noted)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         model.loss(texts(), texts(1), 32.0)
     assert seen == forked

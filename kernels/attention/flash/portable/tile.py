@@ -8,17 +8,12 @@ in a "plain" tile every pair is visible and the distance bias is constant, so ne
 
 from __future__ import annotations
 
-from ....launch import HAS_TRITON, INTERPRETED, jit, rounded, tl
+from ....launch import INTERPRETED, constant, jit, rounded, tl
 from ...dropout import head_dropout_key, tile_keep_mask
 
-
-def _constant(value):
-    return tl.constexpr(value) if HAS_TRITON else value
-
-
-INTERPRET = _constant(INTERPRETED)
-LOG2E = _constant(1.4426950408889634)
-LN2 = _constant(0.6931471805599453)
+INTERPRET = constant(INTERPRETED)
+LOG2E = constant(1.4426950408889634)
+LN2 = constant(0.6931471805599453)
 
 
 # ---------------------------------------------------------------- arithmetic

@@ -1,10 +1,12 @@
-"""RMSNorm fused with the residual branch; one backward kernel accumulates the gradients of both.
+"""LayerNorm and RMSNorm fused with the residual branch; one backward kernel accumulates the gradients of both.
 
 The residual x of a pre-norm layer is read by the norm and by the residual add, and the output of the norm may have two
 consumers, such as a router and the experts. torch.compile adds these gradients, computes the norm's gradient and
-reduces that of its weight over the rows in kernels that do not saturate memory bandwidth. Here each tensor is read
-once, and the forward pass saves only x. A linear layer after the norm would save the norm's output for the gradient of
-its weight; `rms_norm_residual_linear` recomputes it in the same backward kernel, from values that are loaded anyway.
+reduces those of its weight and bias over the rows in kernels that do not saturate memory bandwidth. Here each tensor is
+read once, and the forward pass saves only x. A linear layer after the norm would save the norm's output for the
+gradient of its weight; `norm_residual_linear` recomputes it in the same backward kernel, from values that are loaded
+anyway. The gradient of the residual is also that of the branch's output where it is added, so that its sum over the
+rows is the gradient of the bias of the branch's last linear layer.
 """
 
 from __future__ import annotations
@@ -17,12 +19,12 @@ from torch import Tensor
 
 from .custom_op import custom_op
 from .launch import jit, next_power_of_2, rounded, tl, triton_runs_on
-from .norm_functions import norm_dtype, rms_norm
+from .norm_functions import layer_norm, norm_dtype, rms_norm
 
 MAX_WIDTH = 4096
 """Largest width whose rows fit in the registers of a program."""
 MAX_PROGRAMS = 528
-"""Most programs of a launch, 4 per multiprocessor of a large GPU; each writes a partial gradient of the weight."""
+"""Most programs of a launch, 4 per multiprocessor of a large GPU; each writes partial gradients of weight and bias."""
 
 
 # ---------------------------------------------------------------- Triton
@@ -48,24 +50,31 @@ def _load_tile(
 
 
 @jit
-def rms_norm_residual_backward_kernel(
-    inputs_pointer, weight_pointer, residual_gradient_pointer, first_gradient_pointer, second_gradient_pointer,
-    gradient_pointer, normed_pointer, partial_pointer, rows, width, chunk_rows, epsilon,
-    SECOND: tl.constexpr, WRITE_NORMED: tl.constexpr, ZERO_CENTERED: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+def norm_residual_backward_kernel(
+    inputs_pointer, weight_pointer, bias_pointer, residual_gradient_pointer, first_gradient_pointer,
+    second_gradient_pointer, gradient_pointer, normed_pointer, partial_pointer, rows, width, chunk_rows, epsilon,
+    SECOND: tl.constexpr, WRITE_NORMED: tl.constexpr, CENTERED: tl.constexpr, ZERO_CENTERED: tl.constexpr,
+    SUM_RESIDUAL: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Process a chunk of rows per program, ROWS at a time, while the next ones are prefetched.
 
-    Read: inputs and the gradients (rows, width), weight (width,). Written: gradient (rows, width), with WRITE_NORMED
-    normed (rows, width), and partial (programs, width), fp32: the chunk's gradient of the weight, the sum over its rows
-    of the gradient of the norm's output times inputs / rms.
+    Read: inputs and the gradients (rows, width), weight and, with CENTERED, which makes it LayerNorm, bias (width,).
+    Written: gradient (rows, width), with WRITE_NORMED normed (rows, width), and partial (programs, 1 to 3, width),
+    fp32: the chunk's gradient of the weight, the sum over its rows of the gradient of the norm's output times the
+    normalized inputs, with CENTERED that of the bias, the sum of the gradient of the norm's output, and with
+    SUM_RESIDUAL the sum of the gradient of the residual.
     """
     number = tl.program_id(0)
     column = tl.arange(0, BLOCK)[None, :]
     gain = tl.load(weight_pointer + column, mask=column < width, other=0.0).to(tl.float32)
     if ZERO_CENTERED:
         gain += 1.0
+    offset = gain
+    if WRITE_NORMED and CENTERED:
+        offset = tl.load(bias_pointer + column, mask=column < width, other=0.0).to(tl.float32)
     weight_gradient = tl.zeros((ROWS, BLOCK), tl.float32)
+    bias_gradient = tl.zeros((ROWS, BLOCK), tl.float32)
+    residual_sum = tl.zeros((ROWS, BLOCK), tl.float32)
     begin = number * chunk_rows
     last = min(begin + chunk_rows, rows)
     inputs, residual, first, second = _load_tile(
@@ -81,23 +90,38 @@ def rms_norm_residual_backward_kernel(
         outer = first.to(tl.float32)
         if SECOND:
             outer += second.to(tl.float32)
+        if CENTERED:
+            x = tl.where(column < width, x - (tl.sum(x, axis=1) / width)[:, None], 0.0)
         weighted = outer * gain
         root = tl.rsqrt(tl.sum(x * x, axis=1) / width + epsilon)
         mean = tl.sum(weighted * x, axis=1) * root / width
         quotient = x * root[:, None]
         weight_gradient += outer * quotient
-        gradient = residual.to(tl.float32) + root[:, None] * (weighted - quotient * mean[:, None])
+        through_norm = weighted - quotient * mean[:, None]
+        if CENTERED:
+            bias_gradient += outer
+            through_norm -= (tl.sum(weighted, axis=1) / width)[:, None]
+        on_residual = residual.to(tl.float32)
+        if SUM_RESIDUAL:
+            residual_sum += on_residual
+        gradient = on_residual + root[:, None] * through_norm
         row = (start + tl.arange(0, ROWS))[:, None]
         place = row.to(tl.int64) * width + column
         mask = (row < last) & (column < width)
         tl.store(gradient_pointer + place, rounded(gradient, gradient_pointer.dtype.element_ty), mask=mask)
         if WRITE_NORMED:
-            normed = rounded(quotient * gain, normed_pointer.dtype.element_ty)
-            tl.store(normed_pointer + place, normed, mask=mask)
+            normed = quotient * gain
+            if CENTERED:
+                normed += offset
+            tl.store(normed_pointer + place, rounded(normed, normed_pointer.dtype.element_ty), mask=mask)
         inputs, residual, first, second = next_inputs, next_residual, next_first, next_second
     column = tl.arange(0, BLOCK)
-    partial = partial_pointer + number.to(tl.int64) * width + column
+    partial = partial_pointer + number.to(tl.int64) * (1 + CENTERED + SUM_RESIDUAL) * width + column
     tl.store(partial, tl.sum(weight_gradient, axis=0), mask=column < width)
+    if CENTERED:
+        tl.store(partial + width, tl.sum(bias_gradient, axis=0), mask=column < width)
+    if SUM_RESIDUAL:
+        tl.store(partial + (1 + CENTERED) * width, tl.sum(residual_sum, axis=0), mask=column < width)
 
 
 def launch_options(width: int) -> dict[str, int]:
@@ -119,30 +143,33 @@ def triton_backward(
     second_gradient: Tensor | None,
     inputs: Tensor,
     weight: Tensor,
+    bias: Tensor | None,
     epsilon: float,
     zero_centered: bool,
     *,
+    with_sum: bool = False,
     with_normed: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Launch the kernel.
 
     Returns:
-        Gradient of `inputs`; partial gradients of `weight`, fp32 (chunks, width), to be summed; with `with_normed` the
-        norm of `inputs`, else None.
+        Gradient of `inputs`; partial sums over the rows, fp32 (chunks, 1 to 3, width), to be summed: the gradient of
+        `weight`, that of `bias`, if it is given, and with `with_sum` the sum of `residual_gradient`; with
+        `with_normed` the norm of `inputs`, else None.
     """
     inputs, residual_gradient, first_gradient = (x.contiguous() for x in (inputs, residual_gradient, first_gradient))
     second_gradient = None if second_gradient is None else second_gradient.contiguous()
     width = inputs.shape[-1]
     rows = inputs.numel() // width
-    chunks, chunk_rows = _row_chunks(rows, width)
+    _, chunk_rows = _row_chunks(rows, width)
     gradient = torch.empty_like(inputs)
     normed = torch.empty_like(inputs, dtype=norm_dtype(inputs, weight)) if with_normed else None
-    partial = inputs.new_empty(chunks, width, dtype=torch.float32)
-    rms_norm_residual_backward_kernel[(chunks,)](
-        inputs, weight, residual_gradient, first_gradient, second_gradient, gradient, normed, partial,
-        rows, width, chunk_rows, epsilon,
-        SECOND=second_gradient is not None, WRITE_NORMED=with_normed,
-        ZERO_CENTERED=zero_centered, **launch_options(width),
+    partial = _empty_partial(inputs, bias, with_sum)
+    norm_residual_backward_kernel[(len(partial),)](
+        inputs, weight, bias if with_normed else None, residual_gradient, first_gradient, second_gradient, gradient,
+        normed, partial, rows, width, chunk_rows, epsilon,
+        SECOND=second_gradient is not None, WRITE_NORMED=with_normed, CENTERED=bias is not None,
+        ZERO_CENTERED=zero_centered, SUM_RESIDUAL=with_sum, **launch_options(width),
     )  # fmt: skip
     return gradient, partial, normed
 
@@ -150,61 +177,78 @@ def triton_backward(
 # ---------------------------------------------------------------- custom operations and Functions
 
 
-@custom_op("stoker::forked_norm_backward")
-def _rms_norm_residual_backward(
+@custom_op("stoker::norm_residual_backward")
+def _norm_residual_backward(
     residual_gradient: Tensor,
     first_gradient: Tensor,
     second_gradient: Tensor | None,
     inputs: Tensor,
     weight: Tensor,
+    bias: Tensor | None,
     epsilon: float,
     zero_centered: bool,
+    with_sum: bool,
 ) -> tuple[Tensor, Tensor]:
-    operands = residual_gradient, first_gradient, second_gradient, inputs, weight
-    gradient, partial, _ = triton_backward(*operands, epsilon, zero_centered)
+    operands = residual_gradient, first_gradient, second_gradient, inputs, weight, bias
+    gradient, partial, _ = triton_backward(*operands, epsilon, zero_centered, with_sum=with_sum)
     return gradient, partial
 
 
-@torch.library.register_fake("stoker::forked_norm_backward")
+@torch.library.register_fake("stoker::norm_residual_backward")
 def _(
-    residual_gradient: Tensor, first_gradient: Tensor, second_gradient: Tensor | None, inputs: Tensor, *_: Any
+    residual_gradient: Tensor,
+    first_gradient: Tensor,
+    second_gradient: Tensor | None,
+    inputs: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    epsilon: float,
+    zero_centered: bool,
+    with_sum: bool,
 ) -> tuple[Tensor, Tensor]:
-    return _empty_like(inputs), _partial_like(inputs)
+    return _empty_like(inputs), _empty_partial(inputs, bias, with_sum)
 
 
-@custom_op("stoker::forked_norm_backward_with_normed")
+@custom_op("stoker::norm_residual_backward_with_normed")
 def _backward_with_normed(
     residual_gradient: Tensor,
     normed_gradient: Tensor,
     inputs: Tensor,
     weight: Tensor,
+    bias: Tensor | None,
     epsilon: float,
     zero_centered: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    operands = residual_gradient, normed_gradient, None, inputs, weight
+    operands = residual_gradient, normed_gradient, None, inputs, weight, bias
     gradient, partial, normed = triton_backward(*operands, epsilon, zero_centered, with_normed=True)
     assert normed is not None
     return gradient, partial, normed
 
 
-@torch.library.register_fake("stoker::forked_norm_backward_with_normed")
+@torch.library.register_fake("stoker::norm_residual_backward_with_normed")
 def _(
-    residual_gradient: Tensor, normed_gradient: Tensor, inputs: Tensor, weight: Tensor, *_: Any
+    residual_gradient: Tensor, normed_gradient: Tensor, inputs: Tensor, weight: Tensor, bias: Tensor | None, *_: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return _empty_like(inputs), _partial_like(inputs), _empty_like(inputs).to(norm_dtype(inputs, weight))
+    return _empty_like(inputs), _empty_partial(inputs, bias, False), _empty_like(inputs).to(norm_dtype(inputs, weight))
 
 
 def _empty_like(inputs: Tensor) -> Tensor:
     return torch.empty_like(inputs, memory_format=torch.contiguous_format)
 
 
-def _partial_like(inputs: Tensor) -> Tensor:
+def _empty_partial(inputs: Tensor, bias: Tensor | None, with_sum: bool) -> Tensor:
     width = inputs.shape[-1]
     chunks, _ = _row_chunks(inputs.numel() // width, width)
-    return inputs.new_empty(chunks, width, dtype=torch.float32)
+    return inputs.new_empty(chunks, 1 + (bias is not None) + with_sum, width, dtype=torch.float32)
 
 
-class _RMSNormResidual(torch.autograd.Function):
+def _parameter_gradients(partial: Tensor, *parameters: Tensor | None) -> list[Tensor | None]:
+    """Return the gradients of parameters, of which `partial` has the sums of those that are not None."""
+    sums = iter(partial.sum(dim=0))
+    return [None if each is None else next(sums).to(each.dtype) for each in parameters]
+
+
+class _NormResidual(torch.autograd.Function):
     """Take the norm's output as `normed`, computed by the caller, and return views only.
 
     Compiled by torch 2.11, an output made by a cast to its own dtype in here would lose its gradient.
@@ -215,26 +259,29 @@ class _RMSNormResidual(torch.autograd.Function):
         ctx: Any,
         residual: Tensor,
         weight: Tensor,
+        bias: Tensor | None,
+        output_bias: Tensor | None,
         normed: Tensor,
         epsilon: float,
         zero_centered: bool,
         two_outputs: bool,
     ) -> tuple[Tensor, ...]:
-        ctx.save_for_backward(residual, weight)
+        ctx.save_for_backward(residual, weight, bias, output_bias)
         ctx.epsilon, ctx.zero_centered = epsilon, zero_centered
         return residual.view_as(residual), normed.view_as(normed), *((normed.view_as(normed),) if two_outputs else ())
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        residual, weight = ctx.saved_tensors
+        residual, weight, bias, output_bias = ctx.saved_tensors
         residual_gradient, first, *second = gradients
-        gradient, partial = _rms_norm_residual_backward(
-            residual_gradient, first, second[0] if second else None, residual, weight, ctx.epsilon, ctx.zero_centered
-        )
-        return gradient, partial.sum(dim=0).to(weight.dtype), None, None, None, None
+        gradient, partial = _norm_residual_backward(
+            residual_gradient, first, second[0] if second else None, residual, weight, bias, ctx.epsilon,
+            ctx.zero_centered, output_bias is not None,
+        )  # fmt: skip
+        return gradient, *_parameter_gradients(partial, weight, bias, output_bias), None, None, None, None
 
 
-class _RMSNormResidualLinear(torch.autograd.Function):
+class _NormResidualLinear(torch.autograd.Function):
     """Take the norm's output as `normed`, as above, and do not save it."""
 
     @staticmethod
@@ -242,34 +289,36 @@ class _RMSNormResidualLinear(torch.autograd.Function):
         ctx: Any,
         residual: Tensor,
         gain: Tensor,
+        offset: Tensor | None,
         normed: Tensor,
         weight: Tensor,
         bias: Tensor | None,
         epsilon: float,
         zero_centered: bool,
     ) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(residual, gain, weight)
+        ctx.save_for_backward(residual, gain, offset, weight)
         ctx.epsilon, ctx.zero_centered = epsilon, zero_centered
         return residual.view_as(residual), F.linear(normed, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        residual, gain, weight = ctx.saved_tensors
+        residual, gain, offset, weight = ctx.saved_tensors
         residual_gradient, outer = gradients
         gradient, partial, normed = _backward_with_normed(
-            residual_gradient, outer @ weight, residual, gain, ctx.epsilon, ctx.zero_centered
+            residual_gradient, outer @ weight, residual, gain, offset, ctx.epsilon, ctx.zero_centered
         )
         rows = outer.flatten(0, -2)
-        weight_gradient = rows.t() @ normed.flatten(0, -2) if ctx.needs_input_grad[3] else None
-        bias_gradient = rows.sum(0) if ctx.needs_input_grad[4] else None
-        return gradient, partial.sum(dim=0).to(gain.dtype), None, weight_gradient, bias_gradient, None, None
+        weight_gradient = rows.t() @ normed.flatten(0, -2) if ctx.needs_input_grad[4] else None
+        bias_gradient = rows.sum(0) if ctx.needs_input_grad[5] else None
+        of_norm = _parameter_gradients(partial, gain, offset)
+        return gradient, *of_norm, None, weight_gradient, bias_gradient, None, None
 
 
 # ---------------------------------------------------------------- public functions
 
 
 def can_fuse_residual(residual: Tensor, weight: Tensor) -> bool:
-    """Return True if `rms_norm_residual` can be used: in a compiled layer, for a trained norm, where Triton runs.
+    """Return True if `norm_residual` can be used: in a compiled layer, for a trained norm, where Triton runs.
 
     Not in eager mode, where the memory estimate counts what autograd saves for the unfused layer, nor for a frozen
     norm, whose compiled backward already runs at memory bandwidth.
@@ -278,36 +327,59 @@ def can_fuse_residual(residual: Tensor, weight: Tensor) -> bool:
     return trained and torch.compiler.is_compiling() and residual.shape[-1] <= MAX_WIDTH and triton_runs_on(residual)
 
 
-def rms_norm_residual(
-    residual: Tensor, weight: Tensor, *, epsilon: float, zero_centered: bool, two_outputs: bool
+def _norm(inputs: Tensor, weight: Tensor, bias: Tensor | None, **options: Any) -> Tensor:
+    return rms_norm(inputs, weight, **options) if bias is None else layer_norm(inputs, weight, bias, **options)
+
+
+def norm_residual(
+    residual: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    epsilon: float,
+    zero_centered: bool,
+    two_outputs: bool,
+    output_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return the residual and its `norms.rms_norm`, for one or two consumers, with a fused backward.
+    """Return the residual and its `layer_norm` or `rms_norm`, for one or two consumers, with a fused backward.
 
     Args:
         residual: residual stream, (..., h).
         weight: (h,).
+        bias: (h,) of LayerNorm; None for RMSNorm.
         epsilon: as in `rms_norm`.
         zero_centered: as in `rms_norm`.
         two_outputs: return the norm's output twice, for two consumers, whose gradients the kernel adds.
+        output_bias: bias (h,) of the last linear layer of the branch, whose output is added to the returned residual as
+            it is. Its gradient comes from here: the linear layer must get it detached.
 
     Returns:
         Residual, norm, and with `two_outputs` the norm again, else None; differentiable once. All must be used, since
         the kernel reads the gradients of all, also where they are zeros.
     """
     with torch.no_grad():  # plain PyTorch, which the compiler fuses with preceding operations
-        normed = rms_norm(residual, weight, epsilon=epsilon, zero_centered=zero_centered)
-    residual, normed, *second = _RMSNormResidual.apply(residual, weight, normed, epsilon, zero_centered, two_outputs)  # type: ignore[misc]
+        normed = _norm(residual, weight, bias, epsilon=epsilon, zero_centered=zero_centered)
+    arguments = residual, weight, bias, output_bias, normed, epsilon, zero_centered, two_outputs
+    residual, normed, *second = _NormResidual.apply(*arguments)  # type: ignore[misc]
     return residual, normed, second[0] if second else None
 
 
-def rms_norm_residual_linear(
-    residual: Tensor, gain: Tensor, weight: Tensor, bias: Tensor | None, *, epsilon: float, zero_centered: bool
+def norm_residual_linear(
+    residual: Tensor,
+    gain: Tensor,
+    offset: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    epsilon: float,
+    zero_centered: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Return the residual and `F.linear(rms_norm(residual), weight, bias)`, saving the residual but not the norm.
+    """Return the residual and `F.linear(norm(residual), weight, bias)`, saving the residual but not the norm.
 
     Args:
         residual: residual stream, (..., h).
         gain: weight of the norm, (h,).
+        offset: bias of LayerNorm, (h,); None for RMSNorm.
         weight: (n, h), in `norm_dtype`.
         bias: (n,), or None.
         epsilon: as in `rms_norm`.
@@ -317,6 +389,7 @@ def rms_norm_residual_linear(
         Residual (..., h) and projection (..., n), differentiable once; both must be used.
     """
     with torch.no_grad():
-        normed = rms_norm(residual, gain, epsilon=epsilon, zero_centered=zero_centered)
-    residual, projected = _RMSNormResidualLinear.apply(residual, gain, normed, weight, bias, epsilon, zero_centered)  # type: ignore[misc]
+        normed = _norm(residual, gain, offset, epsilon=epsilon, zero_centered=zero_centered)
+    arguments = residual, gain, offset, normed, weight, bias, epsilon, zero_centered
+    residual, projected = _NormResidualLinear.apply(*arguments)  # type: ignore[misc]
     return residual, projected
