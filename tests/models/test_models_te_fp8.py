@@ -195,12 +195,13 @@ def test_attention_casts_six_tensors(te: None, changes: dict[str, Any], causal: 
 
     exact, errors = run(reference_backend), []
     for step in range(5):
-        pairs = zip(run(attention), exact, strict=True)
+        results = run(attention)
+        assert step or not any(gradient.any() for gradient in results[1:])
+        pairs = zip(results, exact, strict=True)
         errors.append([float((found - wanted).norm() / wanted.norm()) for found, wanted in pairs])
         state.update(step)
     amax = state.history[-1].clone()
     assert errors[0][0] < 0.1
-    assert min(errors[0][1:]) == 1, "no gradients"
     # a rounding to e4m3 is 0.026 off (root mean square), to e5m2 0.05, and up to six of them follow each other
     assert max(errors[-1]) < (0.1 if recipe.backward == "e4m3" else 0.16)
     assert amax[0] == pytest.approx(max(float(each.detach().abs().max()) for each in leaves))
