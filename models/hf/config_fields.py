@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, Literal, Protocol
 
 from ..config.families import FamilyKeys
@@ -90,11 +91,11 @@ class KeyField:
 
     @property
     def fields(self) -> tuple[str, ...]:
-        """See `Part.fields`."""
+        """See `FieldMapping.fields`."""
         return (self.name, *self.aliases)
 
     def read(self, config: HFConfig) -> Mapping[str, Any]:
-        """See `Part.read`."""
+        """See `FieldMapping.read`."""
         found = [name for name in self.fields if name in config.fields]
         if not found and self.default is REQUIRED:
             raise FieldError(f"`{self.name}` is missing")
@@ -105,7 +106,7 @@ class KeyField:
         return dict.fromkeys(self.keys, validate_value(name, value, self.kind))
 
     def write(self, keys: FamilyKeys) -> Mapping[str, Any]:
-        """See `Part.write`."""
+        """See `FieldMapping.write`."""
         value = self.value(keys) if self.value is not None else get_key(keys, self.keys[0])
         return {} if value is None else {self.name: value}
 
@@ -148,7 +149,7 @@ class RequiredValue:
 
     @property
     def fields(self) -> tuple[str, ...]:
-        """See `Part.fields`."""
+        """See `FieldMapping.fields`."""
         return (self.name,)
 
     def read(self, config: HFConfig) -> Mapping[str, Any]:
@@ -159,7 +160,7 @@ class RequiredValue:
         return {}
 
     def write(self, keys: FamilyKeys) -> Mapping[str, Any]:
-        """See `Part.write`."""
+        """See `FieldMapping.write`."""
         return {self.name: self.value} if self.write_value else {}
 
 
@@ -196,7 +197,7 @@ class ActivationField:
 
     @property
     def fields(self) -> tuple[str, ...]:
-        """See `Part.fields`."""
+        """See `FieldMapping.fields`."""
         return (self.name,)
 
     def read(self, config: HFConfig) -> Mapping[str, Any]:
@@ -209,7 +210,7 @@ class ActivationField:
         return {"activation": activation, "openai_gelu": tanh}
 
     def write(self, keys: FamilyKeys) -> Mapping[str, Any]:
-        """See `Part.write`."""
+        """See `FieldMapping.write`."""
         wanted = str(get_key(keys, "activation")).removeprefix("fast-"), get_key(keys, "openai_gelu")
         for name, meaning in (_GATED if self.gated else _PLAIN).items():
             if meaning == wanted:
@@ -230,7 +231,7 @@ class TiedHeadField:
 
     @property
     def fields(self) -> tuple[str, ...]:
-        """See `Part.fields`."""
+        """See `FieldMapping.fields`."""
         return ("tie_word_embeddings",)
 
     def read(self, config: HFConfig) -> Mapping[str, Any]:
@@ -244,7 +245,7 @@ class TiedHeadField:
         return {self.key: tied}
 
     def write(self, keys: FamilyKeys) -> Mapping[str, Any]:
-        """See `Part.write`."""
+        """See `FieldMapping.write`."""
         return {"tie_word_embeddings": get_key(keys, self.key)}
 
 
@@ -347,10 +348,7 @@ def format_value(value: Any, max_length: int = 60) -> str:
 
 def get_key(keys: FamilyKeys, path: str) -> Any:
     """Return the value of a stoker key by its dotted path."""
-    value: Any = keys
-    for name in path.split("."):
-        value = getattr(value, name)
-    return value
+    return attrgetter(path)(keys)
 
 
 def read_fields(

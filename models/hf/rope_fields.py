@@ -29,11 +29,11 @@ class RotaryFields:
 
     @property
     def fields(self) -> tuple[str, ...]:
-        """See `Part.fields`."""
+        """See `FieldMapping.fields`."""
         return (self.base, "rope_scaling", "rope_parameters", *([self.fraction] if self.fraction else []))
 
     def read(self, config: HFConfig) -> Mapping[str, Any]:
-        """See `Part.read`."""
+        """See `FieldMapping.read`."""
         parameters: dict[str, Any] = {}
         for field in ("rope_scaling", "rope_parameters"):
             value = config.get(field)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -176,8 +175,3 @@ class PerExpert:
 
     def _views(self, stacked: Tensor) -> list[Tensor]:
         return [view for expert in stacked.unbind() for view in expert.chunk(self.matrices_per_expert)]
-
-
-def num_elements(shape: Shape) -> int:
-    """Return the number of elements of a tensor of this shape."""
-    return math.prod(shape)

@@ -10,6 +10,7 @@ The result can be used like a run directory:
 
 from __future__ import annotations
 
+import math
 import re
 import shlex
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -31,7 +32,7 @@ from ...models.hf.architecture import Architecture, geometry_of, slice_from_keys
 from ...models.hf.architectures import architecture_of, model_types
 from ...models.hf.config_fields import HFConfig, format_value
 from ...models.hf.llama import LLAMA
-from ...models.hf.weight_layout import Geometry, Shape, num_elements
+from ...models.hf.weight_layout import Geometry, Shape
 from ...models.hf.weight_map import ParameterMapping
 from ..checkpoint.hf_files import CONFIG, read_object
 from ..checkpoint.reader import WEIGHTS, model_tensors
@@ -107,7 +108,7 @@ def convert_to_stoker(
         tensors = mapped_tensors(incoming, cast_tensors(found.tensors, dtype))
         with atomic_folder(target, overwrite=overwrite) as folder:
             _write(folder, target.absolute(), source, incoming, tensors)
-    numbers = sum(num_elements(shape) for entry in incoming.placed for _, shape in entry.hf_tensors)
+    numbers = sum(math.prod(shape) for entry in incoming.placed for _, shape in entry.hf_tensors)
     kinds = ", ".join(sorted({_dtype_name(spec) for spec in tensors.specs.values()}))
     lines = [f"{target}: {incoming.architecture.name} with {numbers:,} parameters in {kinds}"]
     if incoming.skipped:
