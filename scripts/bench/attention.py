@@ -19,7 +19,6 @@ caches of Triton and Inductor: compiling one after the other takes longer than m
 from __future__ import annotations
 
 import argparse
-import datetime
 import gc
 import os
 import statistics
@@ -33,7 +32,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from attention_peers import FORWARD_ONLY, IGNORES_BIAS, NEEDS_DENSE_BIAS, PEERS, Shape
-from rounds import Row, append_row, print_tables, read_rows
+from rounds import Row, append_row, machine, peak_mib, print_tables, read_rows
 from torch import Tensor
 
 from stoker.kernels import lse_first_attention, scaled_masked_softmax
@@ -47,16 +46,6 @@ COMPILED = ("ours", "ours, no bias", "lse_first", "lse_first stage 1", "FlexAtte
 
 
 # ---------------------------------------------------------------- measuring
-
-
-def _peak_mib(call: TimedCall) -> float:
-    """Return the device memory one call allocates at its peak, in MiB."""
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    call()
-    torch.cuda.synchronize()
-    return (torch.cuda.max_memory_allocated() - before) / 2**20
 
 
 class BrokenDeviceError(Exception):
@@ -137,7 +126,7 @@ def attention_row(shape: Shape, names: list[str], broken: dict[str, str], rounds
             return [start, middle, record_event()]
 
         def measure_peak(run: TimedCall = run, name: str = name) -> None:
-            peak[name] = _peak_mib(run)
+            peak[name] = peak_mib(run)
 
         reason = _try(name, run)
         if not rounds:
@@ -227,7 +216,7 @@ def host_row(keys: int, rounds: int) -> Row:
         return [start, record_event()]
 
     from_host()
-    peak = {"from the host": _peak_mib(from_host)}
+    peak = {"from the host": peak_mib(from_host)}
     on_device = [x.cuda() for x in (k, v)]
 
     def from_device() -> list[Event]:
@@ -395,10 +384,6 @@ def _restart(minutes: float) -> None:
     os.execv(sys.executable, [sys.executable, *arguments, "--minutes", f"{minutes:.2f}"])
 
 
-def _device_name() -> str:
-    return torch.cuda.get_device_name()
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=list(SECTIONS))
@@ -420,7 +405,8 @@ def main() -> None:
     if arguments.list:
         print("\n".join(f"{section}: {name}" for section, name, _ in wanted))
         return
-    measured = {(r["section"], r["shape"]) for r in read_rows(arguments.results) if r["device"] == _device_name()}
+    device = torch.cuda.get_device_name()
+    measured = {(r["section"], r["shape"]) for r in read_rows(arguments.results) if r["device"] == device}
     wanted = [job for job in wanted if job[:2] not in measured]
     if arguments.compile_part:
         compile_part(wanted, arguments.compile_part)
@@ -437,11 +423,7 @@ def main() -> None:
 
 def measure_all(wanted: list[Job], results: Path, rounds: int, deadline: float) -> int:
     """Measure the jobs and append their rows to `results`; return the number of shapes left when time was up."""
-    import triton
-
     F.softmax(torch.zeros(1, device="cuda"), 0)  # create the CUDA context before timing
-    versions = {"torch": torch.__version__, "cudnn": torch.backends.cudnn.version(), "triton": triton.__version__}
-    device = {"device": _device_name(), **versions, "rounds": rounds}
     broken_file = results.with_suffix(".broken.jsonl")
     broken: dict[tuple[str, str], dict[str, str]] = {}
     for line in read_rows(broken_file):
@@ -456,7 +438,7 @@ def measure_all(wanted: list[Job], results: Path, rounds: int, deadline: float) 
             continue
         torch.manual_seed(0)
         begin = time.monotonic()
-        row = {"section": section, "shape": name, **device, "date": datetime.date.today().isoformat()}
+        row = {"section": section, "shape": name, **machine(), "rounds": rounds}
         try:
             row |= measure(known, rounds) | {"sm_mhz": _sm_clock()}
         except Exception as error:

@@ -30,9 +30,8 @@ from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
-from peers import Shape
+from peers import Shape, finish_step
 from rounds import Length, Row, result, run_benchmark, stoker_result, time_windows
-from torch import nn
 
 RANK, ALPHA = 16, 32
 DOCUMENT_TOKENS = (128, 1024)
@@ -109,11 +108,7 @@ def hf_lora(
         drawn = torch.randint(0, shape.vocab, size, device="cuda", generator=generator)
         with torch.autocast("cuda", torch.bfloat16) if autocast else nullcontext():
             loss = loss_of(drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous())
-        loss.backward()
-        nn.utils.clip_grad_norm_(trained, 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        return loss.detach()
+        return finish_step(loss, trained, optimizer)
 
     return step
 

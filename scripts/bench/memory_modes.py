@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from peers import PlainGPT, Shape, Step, autocast_step
+from peers import PlainGPT, Shape, Step, autocast_step, with_random_tokens
 from plan_check import planned
 from rounds import Length, Row, result, run_benchmark, stoker_result, time_windows
 from torch import Tensor
@@ -195,25 +195,13 @@ def overrides_of(shape: Shape) -> list[str]:
     return ["experiment=llama_1b_bench", *(f"model.{key}={value}" for key, value in keys.items())]
 
 
-def peer_windows(build: Callable[[Shape], Step], shape: Shape) -> list[float]:
-    """Return seconds per step, with new random tokens in every step."""
-    generator = torch.Generator(device="cuda").manual_seed(0)
-    step = build(shape)
-
-    def run() -> None:
-        size = (shape.micro_batch, shape.sequence + 1)
-        drawn = torch.randint(0, shape.vocab, size, device="cuda", generator=generator)
-        step(drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous())
-
-    return time_windows(run, LENGTH)
-
-
 def measure(name: str, case: str) -> Row:
     """Run one mode or one peer in this process."""
     shape = SHAPES[case]
     tokens = shape.micro_batch * shape.sequence
     if name in PEERS:
-        return result(name, peer_windows(PEERS[name][1], shape), tokens)
+        step = with_random_tokens(PEERS[name][1](shape), shape)
+        return result(name, time_windows(step, LENGTH), tokens)
     mode = modes_of(shape)[name]
     overrides = [*overrides_of(shape), *mode.overrides]
     row = stoker_result(name, overrides, LENGTH, shape.sequence if mode.base == "unfused" else tokens)

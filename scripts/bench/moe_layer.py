@@ -23,23 +23,19 @@ once to fill Triton's cache; one after the other takes minutes.
 from __future__ import annotations
 
 import argparse
-import datetime
 import gc
-import json
 import math
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
-from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from rounds import Row, print_tables, read_rows
+from rounds import Row, append_row, deadline, machine, peak_mib, print_tables, read_rows
 from torch import Tensor
 
 from stoker.kernels.gated_activation import gated_activation
@@ -282,16 +278,6 @@ def try_run(name: str, run: Callable[[], Any]) -> tuple[Any, str | None]:
     return None, reason
 
 
-def peak_mib(run: Callable[[], Any]) -> float:
-    """Return the device memory a step allocates at its peak, in MiB."""
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    run()
-    torch.cuda.synchronize()
-    return (torch.cuda.max_memory_allocated() - before) / 2**20
-
-
 def layer_row(shape: Shape, rounds: int) -> Row:
     """Measure forward and backward of every contender; with 0 rounds, only compare their results."""
     tensors = draw(shape)
@@ -415,7 +401,7 @@ def main() -> None:
         part, parts = map(int, arguments.compile_part.split("/"))
         compile_part(part, parts, arguments.only)
         return
-    until = None if arguments.seconds is None else time.monotonic() + arguments.seconds
+    until = deadline(arguments.seconds)
     for name in arguments.skip:
         del LAYER_PEERS[name]
     wanted = [
@@ -469,25 +455,19 @@ def measure_all(
     wanted: list[tuple[str, str, Callable[[int], Row]]], results: Path, rounds: int, until: float | None
 ) -> None:
     """Measure jobs that are not in `results` and append their rows; start none after `until` (`time.monotonic`)."""
-    import triton
-
-    versions = {"torch": torch.__version__, "triton": triton.__version__}
-    with suppress(metadata.PackageNotFoundError):
-        versions["liger_kernel"] = metadata.version("liger_kernel")
-    device = {"device": torch.cuda.get_device_name(), **versions, "rounds": rounds}
-    done = {(row["section"], row["shape"], row["device"]) for row in read_rows(results)}
+    device = torch.cuda.get_device_name()
+    done = {(row["section"], row["shape"]) for row in read_rows(results) if row["device"] == device}
     for section, name, measure in wanted:
-        if (section, name, device["device"]) in done:
+        if (section, name) in done:
             continue
         started = time.monotonic()
         if until is not None and started > until:
             print(f"{section}: {name}: no time left", flush=True)
             continue
-        row = {"section": section, "shape": name, **device, "date": datetime.date.today().isoformat()}
-        row |= measure(rounds)
+        row = {"section": section, "shape": name, "rounds": rounds} | measure(rounds)
+        row |= machine()  # with the version of liger_kernel, if that has been imported
         row["took"] = round(time.monotonic() - started, 1)
-        with results.open("a") as file:
-            file.write(json.dumps(row) + "\n")
+        append_row(results, row)
         brief = {peer: round(statistics.median(t.get("both", t["forward"])), 3) for peer, t in row["ms"].items()}
         print(f"{section}: {name}: ms {brief} {row['refused'] or ''}; took {row['took']:.0f} s", flush=True)
         gc.collect()

@@ -20,9 +20,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from peers import build_optimizer
+from peers import build_optimizer, finish_step
 from rounds import Length, Row, result, run_benchmark, stoker_result, time_windows
-from torch import nn
 
 MICRO_BATCH, SEQUENCE, VOCAB = 4, 4096, 32000
 TOKENS = MICRO_BATCH * SEQUENCE
@@ -62,11 +61,7 @@ def hf_mixtral(*, experts: str, compiled: bool) -> Step:
         drawn = torch.randint(0, VOCAB, (MICRO_BATCH, SEQUENCE + 1), device="cuda", generator=generator)
         logits = model(input_ids=drawn[:, :-1].contiguous()).logits
         loss = F.cross_entropy(logits.float().flatten(0, 1), drawn[:, 1:].flatten())
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        return loss.detach()
+        return finish_step(loss, model.parameters(), optimizer)
 
     return step
 

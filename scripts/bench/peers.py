@@ -43,6 +43,27 @@ def build_optimizer(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=1e-4, betas=(0.9, 0.95), fused=True)
 
 
+def finish_step(loss: Tensor, parameters: Iterable[nn.Parameter], optimizer: torch.optim.Optimizer) -> Tensor:
+    """Backward pass, clipping to 1.0 and update; return the loss."""
+    loss.backward()
+    nn.utils.clip_grad_norm_(parameters, 1.0)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return loss.detach()
+
+
+def with_random_tokens(step: Step, shape: Shape) -> Callable[[], object]:
+    """Return a train step that draws new random tokens each time."""
+    generator = torch.Generator(device="cuda").manual_seed(0)
+
+    def run() -> object:
+        size = (shape.micro_batch, shape.sequence + 1)
+        drawn = torch.randint(0, shape.vocab, size, device="cuda", generator=generator)
+        return step(drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous())
+
+    return run
+
+
 def autocast_step(loss_of: Callable[[Tensor, Tensor], Tensor], model: nn.Module, *, enabled: bool = True) -> Step:
     """Train step with fp32 weights under bf16 autocast, the common setup with Hugging Face and Lightning.
 
@@ -53,11 +74,7 @@ def autocast_step(loss_of: Callable[[Tensor, Tensor], Tensor], model: nn.Module,
     def step(tokens: Tensor, labels: Tensor) -> Tensor:
         with torch.autocast("cuda", torch.bfloat16, enabled=enabled):
             loss = loss_of(tokens, labels)
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        return loss.detach()
+        return finish_step(loss, model.parameters(), optimizer)
 
     return step
 

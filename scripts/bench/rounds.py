@@ -75,6 +75,16 @@ def stoker_result(name: str, overrides: list[str], length: Length, tokens: int) 
     return result(name, seconds, tokens) | {"recorded": recorded}
 
 
+def peak_mib(call: Callable[[], object]) -> float:
+    """Return the device memory that a call allocates at its peak, in MiB."""
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    call()
+    torch.cuda.synchronize()
+    return (torch.cuda.max_memory_allocated() - before) / 2**20
+
+
 def used_cuda_graph(run: Path) -> bool:
     """Return True if the run's log says that micro batches or layers ran as CUDA graphs, captured without failure."""
     # fragments of the messages in trainer/core/run_summary.py and trainer/lightning/cuda_graph.py

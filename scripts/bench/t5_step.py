@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from peers import finish_step
 from rounds import Length, Row, result, run_benchmark, stoker_result, time_windows
-from torch import nn
 
 
 class Shape(NamedTuple):
@@ -78,11 +78,7 @@ def hf_t5(shape: Shape, *, attention: str, compiled: bool) -> Step:
         with torch.autocast("cuda", torch.bfloat16):
             logits = run(input_ids=draw(shape.encoder), decoder_input_ids=drawn[:, :-1].contiguous()).logits
             loss = F.cross_entropy(logits.float().flatten(0, 1), drawn[:, 1:].flatten())
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        return loss.detach()
+        return finish_step(loss, model.parameters(), optimizer)
 
     return step
 

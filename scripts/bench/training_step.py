@@ -8,13 +8,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import gpt2_peers
 import peers
 import torch
-from peers import Peers, Shape, Step
+from peers import Peers, Shape, Step, with_random_tokens
 from rounds import Length, Row, result, run_benchmark, stoker_result, time_windows
 
 
@@ -58,19 +57,6 @@ def stoker_loop(shape: Shape) -> Step:
     return step
 
 
-def windows_of(build: Callable[[Shape], Step], shape: Shape) -> list[float]:
-    """Return seconds per step, with new random tokens in every step."""
-    generator = torch.Generator(device="cuda").manual_seed(0)
-    step = build(shape)
-
-    def run() -> None:
-        size = (shape.micro_batch, shape.sequence + 1)
-        drawn = torch.randint(0, shape.vocab, size, device="cuda", generator=generator)
-        step(drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous())
-
-    return time_windows(run, Length())
-
-
 class Model(NamedTuple):
     """Shape of a model, the overrides of `stoker train` for it, and what it is compared with."""
 
@@ -109,7 +95,8 @@ def measure(name: str, case: str) -> Row:
     if name == "stoker" or name in PURE:
         more = PURE[name][1] if name in PURE else []
         return stoker_result(name, [*model.overrides, *more], Length(), tokens)
-    return result(name, windows_of(model.peers[name][1], model.shape), tokens)
+    step = with_random_tokens(model.peers[name][1](model.shape), model.shape)
+    return result(name, time_windows(step, Length()), tokens)
 
 
 if __name__ == "__main__":
