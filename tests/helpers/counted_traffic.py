@@ -129,7 +129,7 @@ def _compare_step(directory: Path, ranks: Any, changes: dict[str, Any]) -> dict[
     from stoker.trainer.config.resolved_run import resolve_run
     from stoker.trainer.lightning.lightning_module import LanguageModule
     from stoker.trainer.plan.run_plan import local_target, make_plan
-    from stoker.trainer.plan.traffic import planned_by_group
+    from stoker.trainer.plan.traffic import axis_ranks, planned_bytes
     from stoker.trainer.train import run_training
 
     training_step, module_class = LanguageModule.training_step, LanguageModule
@@ -163,10 +163,12 @@ def _compare_step(directory: Path, ranks: Any, changes: dict[str, Any]) -> dict[
     _check_experts(models[0], run.mesh, ranks.rank)
     plan = make_plan(run, local_target(run, torch.device("cpu")), vocab_size=vocab_sizes[0])
     own = plan.ranks[run.mesh.coordinates(ranks.rank).pipeline]
-    planned = planned_by_group(own.inputs, own.memory.layers)
+    planned: Counter[str] = Counter()
+    for (axis, kind), size in planned_bytes(own.inputs, own.memory.layers).items():
+        planned[f"{axis_ranks(own.inputs, axis)} {kind}"] += size  # by the group, which axes may share
     return {
         "counted": dict(counted),
-        "planned": {f"{group} {kind}": size for (group, kind), size in planned.items()},
+        "planned": dict(planned),
         "stages": {"number": run.mesh.pipeline},
     }
 

@@ -7,7 +7,6 @@ and the gathering of weights. Losses, norms and counts, a few numbers a step, ar
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import get_args
@@ -174,16 +173,6 @@ def planned_bytes(
 ) -> dict[tuple[CommunicationAxis, CollectiveKind], int]:
     """Return the bytes of each axis and kind in a step of a rank: the whole tensor of each collective."""
     return bytes_by_collective(step_traffic(run, layers))
-
-
-def planned_by_group(
-    run: RunInputs, layers: Sequence[LayerInStack]
-) -> dict[tuple[tuple[int, ...], CollectiveKind], int]:
-    """Return them for rank 0, by the ranks of the group that they run in, which axes may share."""
-    found: Counter[tuple[tuple[int, ...], CollectiveKind]] = Counter()
-    for (axis, kind), size in planned_bytes(run, layers).items():
-        found[axis_ranks(run, axis), kind] += size
-    return dict(found)
 
 
 # ---------------------------------------------------------------- links
