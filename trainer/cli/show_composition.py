@@ -67,7 +67,7 @@ def show_composition(args: argparse.Namespace) -> int:
                 [
                     ("file", "package", "from"),
                     *(
-                        (path, package or "_global_", display_path(composer.source_of(path)))
+                        (path, package or "_global_", display_path(composer.source_of(path).directory))
                         for path, package in found.files
                     ),
                 ]

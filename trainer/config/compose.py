@@ -29,7 +29,7 @@ from ..utils.errors import UserError
 from . import yaml_reader
 from .dotted_paths import Tree, get, join, merged, parents_of, put
 from .hydra_defaults import DefaultsError, DefaultsList, Repository, compute_defaults_list
-from .overrides import UNUSED_HYDRA_GROUPS
+from .overrides import UNUSED_HYDRA_GROUPS, chosen_group
 from .schema.hydra import REPLACED_CHOICES
 from .suggest import closest
 from .yaml_reader import YamlError, YamlFile
@@ -248,9 +248,9 @@ class Composer:
         lines.append(f"    {group} can be: {', '.join(options) or 'nothing'}")
         return lines
 
-    def source_of(self, config_path: str) -> Path:
-        """Return the folder of a file that exists."""
-        return next(source.directory for source in self._sources if source.is_config(config_path))
+    def source_of(self, config_path: str) -> YamlSource:
+        """Return the source of a file that exists."""
+        return next(source for source in self._sources if source.is_config(config_path))
 
     def defaults_list(self, config_name: str, choices: Sequence[Override]) -> DefaultsList:
         """Return the files that `config_name`, its defaults list and `choices` select.
@@ -323,7 +323,7 @@ class Composer:
         choice = rf"(?:override\s+)?/?{re.escape(group or '')}(?:@\S+)?\s*:\s*{value}"
         entry, found = re.compile(rf"\s*(?:-|defaults\s*:\s*\[(?:.*,)?)\s*{choice}"), ""
         for config_path in self._repository.loaded:
-            file = next(source for source in self._sources if source.is_config(config_path)).read(config_path)
+            file = self.source_of(config_path).read(config_path)
             if file.path.is_relative_to(PACKAGED_CONF) or not file.defaults:
                 continue
             for number, line in enumerate(file.path.read_text(encoding="utf-8").splitlines(), 1):
@@ -332,7 +332,7 @@ class Composer:
         return found
 
     def _merge(self, composition: Composition, config_path: str, package: str) -> None:
-        source = next(source for source in self._sources if source.is_config(config_path))
+        source = self.source_of(config_path)
         file = source.read(config_path)
         is_own = source.directory == PACKAGED_CONF and config_path.startswith("hydra/")
         if file.path not in composition.files and not is_own:
@@ -382,7 +382,7 @@ def _as_change_or_add(choice: Override, known: Mapping[str, object]) -> Override
     """Return the choice as `group=x` or `+group=x`, whichever Hydra needs; None if `group=null` changes nothing."""
     if choice.key_or_group == _SAMPLER and _SAMPLER not in known:
         raise UserError(f"{choice.input_line} (command line): acts with hydra/sweeper=optuna only; add that")
-    group = choice.key_or_group if choice.package is None else f"{choice.key_or_group}@{choice.package}"
+    group = chosen_group(choice)
     if choice.is_delete():
         return _check_deletion(choice, group, known)
     adapted = copy(choice)

@@ -106,7 +106,7 @@ def parse_overrides(overrides: Sequence[str], is_group: Callable[[str], bool]) -
         except OverrideError as error:
             problems.append(Problem(typed, None, "command line", error.rule, error.fix))
     notes = (*_replaced_choices(choices), *_replaced_keys([*edits, *of_hydra]), *unused)
-    last = {_group_of(choice): choice for choice in choices}
+    last = {chosen_group(choice): choice for choice in choices}
     return ParsedOverrides(tuple(last.values()), tuple(edits), tuple(problems), notes, tuple(of_hydra))
 
 
@@ -278,7 +278,8 @@ def _replaced_keys(edits: Iterable[ValueOverride]) -> Iterator[Finding]:
     yield from seen.notes()
 
 
-def _group_of(choice: Override) -> str:
+def chosen_group(choice: Override) -> str:
+    """Return the group of a choice, with its package if there is one."""
     return choice.key_or_group if choice.package is None else f"{choice.key_or_group}@{choice.package}"
 
 
@@ -286,7 +287,7 @@ def _replaced_choices(choices: Iterable[Override]) -> Iterator[Finding]:
     """Yield a note for each group with different choices."""
     seen = _SeenOverrides()
     for choice in choices:
-        group = _group_of(choice)
+        group = chosen_group(choice)
         value = _RESET if choice.is_delete() else format_value(choice.value())
         seen.add(group, value, choice.input_line or group)
     yield from seen.notes()
@@ -315,8 +316,7 @@ class _SeenOverrides:
         if path in self._below:  # a whole block after one of its keys
             below = self._below[path]
             self._contradict(below, self._at[below][1], typed)
-        above = dotted_paths.parent_of(path)
-        while above:
+        for above in dotted_paths.parents_of(path):
             known, word = self._at.get(above, (_RESET, ""))
             if known != _RESET and not known.startswith("{") and value != _RESET:  # a key below a plain value
                 self._contradict(above, word, typed)
