@@ -57,6 +57,14 @@ def triton_runs_on(tensor: torch.Tensor) -> bool:
     return HAS_TRITON and not INTERPRETED and tensor.is_cuda and tensor.dtype != torch.float64
 
 
+def device_capability(device: torch.device) -> int | None:
+    """Return the compute capability of a device, 90 for sm_90; None in the interpreter."""
+    if INTERPRETED:
+        return None
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
+
+
 @cache
 def pdl_options(device: torch.device) -> dict[str, Any]:
     """Return options of the launch of a kernel that calls `pdl_wait`: PDL on Hopper and later GPUs."""

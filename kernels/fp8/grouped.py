@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from ..custom_op import custom_op
-from ..launch import INTERPRETED, triton, triton_runs_on
+from ..launch import INTERPRETED, device_capability, triton, triton_runs_on
 from ..moe.grouped_matmul import _programs
-from ..moe.tile_configs import device_capability, has_few_rows
+from ..moe.tile_configs import has_few_rows
 from ..moe.tile_map import find_tiles
 from .grouped_kernels import grouped_fp8_kernel, grouped_fp8_outer_kernel, grouped_tile
 from .hopper_launch import hopper_grouped_fp8, hopper_grouped_fp8_outer, uses_hopper

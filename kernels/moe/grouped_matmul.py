@@ -15,9 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..custom_op import custom_op
-from ..launch import INTERPRETED, triton, triton_runs_on
+from ..launch import INTERPRETED, device_capability, triton, triton_runs_on
 from .grouped_kernels import grouped_matmul_kernel, grouped_outer_kernel
-from .tile_configs import device_capability, has_few_rows, is_aligned, tile_config
+from .tile_configs import has_few_rows, is_aligned, tile_config
 from .tile_map import Tiles, find_tiles
 
 Backend = Literal["auto", "triton", "torch", "loop"]

@@ -6,8 +6,6 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from ..launch import INTERPRETED
-
 Kind = Literal["gated", "activated", "rows", "outer"]
 
 
@@ -77,14 +75,6 @@ _FP32: _Table = {
 
 FEW_ROWS_BLOCK_M = 64
 """Rows of a tile when experts have few rows, for all kinds but `outer`."""
-
-
-def device_capability(device: torch.device) -> int | None:
-    """Return the compute capability of a device, 90 for sm_90; None in the interpreter."""
-    if INTERPRETED:
-        return None
-    major, minor = torch.cuda.get_device_capability(device)
-    return 10 * major + minor
 
 
 def tile_config(

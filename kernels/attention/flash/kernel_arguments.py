@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...dropout import dropout_threshold
-from ...launch import next_power_of_2, tl
+from ...launch import device_capability, next_power_of_2, tl
 from ..argument_checks import AttentionGeometry
 from ..inputs import AttentionInputs
-from .portable.tile_configs import KernelKind, TileConfig, device_capability, tile_config
+from .portable.tile_configs import KernelKind, TileConfig, tile_config
 
 # offsets within a tile are computed in 32 bits: at most 256 rows with this stride
 MAX_ROW_STRIDE = 1 << 22

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...launch import jit, next_power_of_2, rounded, tl, triton
+from ...launch import device_capability, jit, next_power_of_2, rounded, tl, triton
 from ..flash.hopper.supported_calls import supports_scores
 from ..flash.kernel_arguments import (
     FlashAttentionParams,
@@ -36,7 +36,6 @@ from ..flash.portable.tile import (
     row_pointer,
     store_rows,
 )
-from ..flash.portable.tile_configs import device_capability
 from .tile_configs import Stage, stage_config
 
 # ---------------------------------------------------------------- shared by the kernels

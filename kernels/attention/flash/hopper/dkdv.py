@@ -96,7 +96,7 @@ def exponents(
         elif key + s.shape[0] - 1 - query - offset > -reach:
             shift = 0.0
             s = add_distance_bias(s, distance_table + 2 * (key - query - offset), -1)
-    if HAS_SLOPE:  # as in `scores.biased`
+    if HAS_SLOPE:  # as in `add_bias`
         tile_key, tile_query = tile_coordinates(s)
         gap = (key - query - offset).to(gl.float32)
         if CAUSAL:

@@ -96,7 +96,7 @@ def tile_coordinates(tile):
 
 @jit
 def row_slope_terms(rows, slope, scale, CAUSAL: gl.constexpr, HAS_SLOPE: gl.constexpr):
-    """Return the per-row term that `biased` omits from the exponents of a tile; `rows` (1-D) provides the layout."""
+    """Return the per-row term that `add_bias` omits from the exponents of a tile; `rows` (1-D) provides the layout."""
     omitted = gl.zeros_like(rows)
     if HAS_SLOPE and CAUSAL:
         omitted = slope * scale * gl.arange(0, rows.shape[0], rows.type.layout).to(gl.float32)

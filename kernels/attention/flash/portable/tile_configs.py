@@ -6,7 +6,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from ....launch import INTERPRETED, next_power_of_2
+from ....launch import next_power_of_2
 
 KernelKind = Literal["forward", "dq", "dkdv", "bias_gradient", "distance_gradient"]
 
@@ -112,11 +112,3 @@ def tile_config(
 def has_large_memory(capability: int) -> bool:
     """Return True for at least 163 KB of shared memory per program: sm_80, 87, and 90 to 110."""
     return capability in (80, 87) or 90 <= capability < 120
-
-
-def device_capability(device: torch.device) -> int | None:
-    """Return the compute capability of a device, 90 for sm_90; None in interpreter mode."""
-    if INTERPRETED:
-        return None
-    major, minor = torch.cuda.get_device_capability(device)
-    return 10 * major + minor
