@@ -20,7 +20,7 @@ import time
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -48,26 +48,16 @@ def smollm2() -> Path:
     return file
 
 
-def untrained_loss(run: Path, split: str) -> float:
+def untrained_loss(run: Path, split: Literal["validation", "test"]) -> float:
     """Return the loss of the pretrained model on the samples of a run: the run's model with all LoRA B set to zero."""
     from stoker.trainer.conversion.load_model import load_model
-    from stoker.trainer.data.build_datasets import build_data
-    from stoker.trainer.evaluation.held_out_loss import evaluate, loss_function
+    from stoker.trainer.evaluation.held_out_data import held_out_data, held_out_loss
 
     restored = load_model(run)
     for name, parameter in restored.model.named_parameters():
         if name.endswith("lora_b"):
             parameter.data.zero_()
-    data = build_data(restored.run.data, restored.tokenizer)
-    samples = data.validation if split == "validation" else data.test
-    assert samples is not None
-    return evaluate(
-        loss_function(restored.model, restored.precision, restored.device),
-        samples,
-        token_bytes=data.token_byte_counts,
-        batch_size=restored.config.root.model.micro_batch_size,
-        device=restored.device,
-    ).loss
+    return held_out_loss(restored, held_out_data(restored, split, None)).loss
 
 
 @torch.no_grad()

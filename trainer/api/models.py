@@ -148,24 +148,13 @@ def evaluate(
     Raises:
         UserError: the data cannot be read, are not those of the run, or the split is empty.
     """
-    from ..evaluation.held_out_data import held_out_data
-    from ..evaluation.held_out_loss import evaluate as evaluate_samples
-    from ..evaluation.held_out_loss import loss_function
-    from ..evaluation.own_functions import measure_own_metrics
+    from ..evaluation.held_out_data import held_out_data, held_out_loss
 
     if split not in ("validation", "test"):
         raise UserError(f"`split` ({split}) must be validation or test")
     restored = _loaded(model)
     held_out = held_out_data(restored, split, None if data_path is None else Path(data_path))
-    return evaluate_samples(
-        loss_function(restored.model, restored.precision, restored.device),
-        held_out.samples,
-        token_bytes=held_out.token_bytes,
-        batch_size=batch_size or restored.run.model.micro_batch_size,
-        limit_batches=limit_batches,
-        device=restored.device,
-        metrics=measure_own_metrics(restored),
-    )
+    return held_out_loss(restored, held_out, batch_size, limit_batches)
 
 
 def convert(

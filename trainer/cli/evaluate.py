@@ -61,22 +61,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _evaluate(args: argparse.Namespace, restored: LoadedModel) -> int:
-    from ..evaluation.held_out_data import held_out_data
-    from ..evaluation.held_out_loss import evaluate, loss_function
-    from ..evaluation.own_functions import measure_own_metrics
+    from ..evaluation.held_out_data import held_out_data, held_out_loss
 
     held_out = held_out_data(restored, args.split, args.data_path)
     name, batch_size = held_out.name, args.batch_size or restored.run.model.micro_batch_size
-    metrics = measure_own_metrics(restored)
-    result = evaluate(
-        loss_function(restored.model, restored.precision, restored.device),
-        held_out.samples,
-        token_bytes=held_out.token_bytes,
-        batch_size=batch_size,
-        limit_batches=args.limit_batches,
-        device=restored.device,
-        metrics=metrics,
-    )
+    result = held_out_loss(restored, held_out, batch_size, args.limit_batches)
     scores = None
     limit = None if args.limit_batches is None else args.limit_batches * batch_size
     if held_out.pairs is not None:

@@ -1,4 +1,4 @@
-"""Held-out data of a trained model."""
+"""Held-out data of a trained model, and its loss on them."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from ..data.build_datasets import Data, build_data
 from ..data.datasets.sft_examples import flatten_examples
 from ..data.evaluation_data import EvaluationData, evaluation_data
 from ..utils.errors import UserError
+from .held_out_loss import EvaluationResult, evaluate, loss_function
+from .own_functions import measure_own_metrics
 
 
 def held_out_data(restored: LoadedModel, split: Literal["validation", "test"], path: Path | None) -> EvaluationData:
@@ -35,6 +37,26 @@ def held_out_data(restored: LoadedModel, split: Literal["validation", "test"], p
     examples = None if data.examples is None else flatten_examples(data.examples[split])
     name = f"{split} split of {data.description.partition(':')[0]}"
     return EvaluationData(name, samples, data.token_byte_counts, pairs, examples)
+
+
+def held_out_loss(
+    restored: LoadedModel, data: EvaluationData, batch_size: int | None = None, limit_batches: int | None = None
+) -> EvaluationResult:
+    """Return the loss of a model on held-out data, and the metrics of its run that are registered.
+
+    Args:
+        batch_size: samples per batch; None: the micro batch size of the run.
+        limit_batches: maximum number of batches; None: all.
+    """
+    return evaluate(
+        loss_function(restored.model, restored.precision, restored.device),
+        data.samples,
+        token_bytes=data.token_bytes,
+        batch_size=batch_size or restored.run.model.micro_batch_size,
+        limit_batches=limit_batches,
+        device=restored.device,
+        metrics=measure_own_metrics(restored),
+    )
 
 
 def _why_empty(restored: LoadedModel, data: Data, split: str) -> str:

@@ -145,7 +145,7 @@ def evaluate(
         should_stop: called after each batch but the last; must return the same value on all ranks.
 
     Raises:
-        StoppedError: `should_stop` returned True.
+        EvaluationInterruptedError: `should_stop` returned True.
         ValueError: `batch_size` or `limit_batches` below 1.
         UserError: all labels are ignored.
     """
