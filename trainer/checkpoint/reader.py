@@ -115,6 +115,15 @@ class CheckpointMismatchError(UserError):
     """Checkpoint tensors do not match the model or optimizer; the lines list the differences."""
 
 
+@contextmanager
+def damage_as_user_error(checkpoint: Path) -> Iterator[None]:
+    """Context in which damaged files of a checkpoint raise `UserError`."""
+    try:
+        yield
+    except DamagedFileError as error:
+        raise UserError(f"checkpoint {checkpoint} cannot be used: {error}") from None
+
+
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
     """A checkpoint directory verified by `open_checkpoint`.
@@ -261,20 +270,15 @@ class Checkpoint:
         return bool(files)
 
     def _averaged_names(self) -> list[str]:
-        try:
-            with open_full_tensors(self._tensor_files(EMA_WEIGHTS)) as average:
-                return list(average.specs)
-        except DamagedFileError as error:
-            raise UserError(f"checkpoint {self.path} cannot be used: {error}") from None
+        with damage_as_user_error(self.path), open_full_tensors(self._tensor_files(EMA_WEIGHTS)) as average:
+            return list(average.specs)
 
     def _fill(
         self, kind: str, destination: Mapping[str, LocalShard], elsewhere: Set[str] = frozenset(), *, cast: bool = False
     ) -> None:
         try:
-            with torch.no_grad():
+            with damage_as_user_error(self.path), torch.no_grad():
                 read_shards(self._tensor_files(kind), destination, cast=cast, elsewhere=elsewhere)
-        except DamagedFileError as error:
-            raise UserError(f"checkpoint {self.path} cannot be used: {error}") from None
         except ValueError as error:
             raise CheckpointMismatchError(
                 [
@@ -395,10 +399,8 @@ def find_checkpoint(path: Path, *, with_optimizer: bool = False, verify: bool = 
         UserError: there is none, or the `step-N` directory given is damaged.
     """
     if STEP_NAME.fullmatch(path.name) or (path / MANIFEST).exists():
-        try:
+        with damage_as_user_error(path):
             return open_checkpoint(path, with_optimizer=with_optimizer, verify=verify), []
-        except DamagedFileError as error:
-            raise UserError(f"checkpoint {path} cannot be used: {error}") from None
     warnings: list[str] = []
     recorded = recorded_checkpoints(path)
     for directory in dict.fromkeys((path, recorded, path / "checkpoints")):
@@ -441,10 +443,8 @@ def read_manifest(checkpoint: Path) -> dict[str, FileRecord]:
 
 
 def _object(path: Path) -> dict[str, Any]:
-    try:
+    with damage_as_user_error(path.parent):
         document = read_json(path)
-    except DamagedFileError as error:
-        raise UserError(f"checkpoint {path.parent} cannot be used: {error}") from None
-    if not isinstance(document, dict):
-        raise UserError(f"checkpoint {path.parent} cannot be used: {path.name} is not a JSON object")
-    return document
+        if not isinstance(document, dict):
+            raise DamagedFileError(f"{path.name} is not a JSON object")
+        return document

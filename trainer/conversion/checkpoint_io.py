@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from ..data.tokenizers.tokenizer import Tokenizer
 from ..data.tokenizers.tokenizer_document import tokenizer_from_dict
 from ..utils.errors import UserError
 from ..utils.progress import Progress
-from ..utils.safetensors_io import DamagedFileError, write_safetensors_stream
+from ..utils.safetensors_io import write_safetensors_stream
 from .tensor_source import TensorSource
 
 
@@ -44,15 +43,6 @@ def checkpoint_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
         return tokenizer_from_dict(checkpoint.tokenizer_document_with_chat)
     except ValueError as error:
         raise UserError(f"checkpoint {checkpoint.path} cannot be used: tokenizer.json: {error}") from None
-
-
-@contextmanager
-def damage_as_user_error(checkpoint: Checkpoint) -> Iterator[None]:
-    """Context in which damaged tensor files of a checkpoint raise `UserError`."""
-    try:
-        yield
-    except DamagedFileError as error:
-        raise UserError(f"checkpoint {checkpoint.path} cannot be used: {error}") from None
 
 
 def initial_state(run: ResolvedRun) -> RunState:

@@ -8,7 +8,15 @@ from typing import Any
 import torch
 
 from ..checkpoint.hf_files import is_peft_folder
-from ..checkpoint.reader import ADAPTER, WEIGHTS, Checkpoint, RunState, find_checkpoint, trainable_tensors
+from ..checkpoint.reader import (
+    ADAPTER,
+    WEIGHTS,
+    Checkpoint,
+    RunState,
+    damage_as_user_error,
+    find_checkpoint,
+    trainable_tensors,
+)
 from ..checkpoint.run_environment import main_versions
 from ..config import dotted_paths
 from ..config.load import config_from_document
@@ -17,13 +25,7 @@ from ..config.run_config import RunConfig
 from ..data.tokenizers.tokenizer import Tokenizer
 from ..utils.errors import UserError
 from .adapter_weights import find_recorded_base
-from .checkpoint_io import (
-    checkpoint_config,
-    checkpoint_tokenizer,
-    damage_as_user_error,
-    initial_state,
-    write_converted_checkpoint,
-)
+from .checkpoint_io import checkpoint_config, checkpoint_tokenizer, initial_state, write_converted_checkpoint
 from .from_hf import build_meta_model, open_source
 from .from_peft import convert_adapter_tensors, peft_config_keys, read_peft_folder
 from .merge_adapter import open_merged
@@ -135,7 +137,7 @@ def _merge_to_stoker(
     state, tokenizer_document = _fresh(checkpoint.state), checkpoint.tokenizer_document_with_chat
     notes: list[str] = []
     with (
-        damage_as_user_error(checkpoint),
+        damage_as_user_error(checkpoint.path),
         open_merged(checkpoint, run, tokenizer, base, dtype, notes.append) as tensors,
         atomic_folder(target, overwrite=overwrite) as folder,
     ):

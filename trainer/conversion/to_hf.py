@@ -19,7 +19,7 @@ from ...models.hf.config_fields import FieldError, HFConfig
 from ...models.hf.weight_layout import Geometry
 from ...models.hf.weight_map import ParameterMapping
 from ..checkpoint.hf_files import CONFIG
-from ..checkpoint.reader import Checkpoint, find_checkpoint
+from ..checkpoint.reader import Checkpoint, damage_as_user_error, find_checkpoint
 from ..config.resolved_run import DataSpec, ResolvedRun
 from ..config.schema.root import MODEL_BLOCKS
 from ..data.tokenizers.tokenizer import Tokenizer
@@ -28,7 +28,7 @@ from ..utils.errors import UserError
 from ..utils.progress import Progress
 from ..utils.safetensors_io import TensorSpec, write_json, write_safetensors_stream
 from ..utils.text import truncate_lines
-from .checkpoint_io import checkpoint_config, checkpoint_tokenizer, damage_as_user_error
+from .checkpoint_io import checkpoint_config, checkpoint_tokenizer
 from .from_hf import parameter_layout
 from .merge_adapter import open_merged
 from .output_folder import atomic_folder
@@ -101,7 +101,7 @@ def convert_to_hf(
     opened = (
         checkpoint.open_weights() if base is None else open_merged(checkpoint, run, ours, base, dtype, notes.append)
     )
-    with damage_as_user_error(checkpoint), opened as tensors:
+    with damage_as_user_error(checkpoint.path), opened as tensors:
         _check_weights(checkpoint, outgoing, tensors)
         with atomic_folder(target, overwrite=overwrite) as folder:
             specs = _write_weights(folder, outgoing, cast_tensors(tensors, dtype), shard_bytes)

@@ -13,11 +13,11 @@ from ...models.config.peft import IA3Slice, LoRASlice, PeftSlice, PromptSlice
 from ...models.hf.weight_layout import Transposed
 from ...models.peft.ptuning import PromptEncoder, virtual_token_embeddings
 from ..checkpoint.hf_files import ADAPTER_CONFIG, ADAPTER_TENSORS, CONFIG, read_object
-from ..checkpoint.reader import Checkpoint
+from ..checkpoint.reader import Checkpoint, damage_as_user_error
 from ..config.resolved_run import ResolvedRun
 from ..utils.errors import UserError
 from ..utils.safetensors_io import write_json, write_safetensors_stream
-from .checkpoint_io import checkpoint_tokenizer, damage_as_user_error
+from .checkpoint_io import checkpoint_tokenizer
 from .output_folder import atomic_folder
 from .peft_map import PEFT_PREFIX, lora_targets, to_peft_pairs, to_peft_vectors
 from .pretrained import PretrainedWeights, check_same_base
@@ -65,7 +65,7 @@ def convert_to_peft(
         named = (read_object(place, CONFIG) or {}).get("model_type")
         model_type = named if isinstance(named, str) else None
     outgoing = choose_architecture(run, checkpoint_tokenizer(checkpoint), model_type)
-    with damage_as_user_error(checkpoint), checkpoint.open_weights() as held:
+    with damage_as_user_error(checkpoint.path), checkpoint.open_weights() as held:
         ours = {name: held.read(name) for name in held.specs}
     tensors, config = _converted(ours, outgoing, peft)
     document = {
