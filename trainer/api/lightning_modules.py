@@ -23,7 +23,6 @@ from ..config.schema.optim import build_schedule
 from ..core.run_checks import choose_attention
 from ..core.training_state import build_data_parallel, build_model, build_optimizer
 from ..data.datasets.samples import IGNORE_INDEX
-from ..data.tokenizers.tokenizer import ByteTokenizer
 from ..data.tokenizers.vocabulary import configured_tokenizer
 from ..device.precision import autocast_context
 from ..distributed.data_parallel import DataParallel
@@ -293,7 +292,7 @@ class TransformerModule(pl.LightningModule):
         if isinstance(data, TokenDataModule):
             return data.vocab_size
         spec = self.config.resolved.data
-        return spec.vocab_size or (configured_tokenizer(spec) or ByteTokenizer()).vocab_size
+        return spec.vocab_size or configured_tokenizer(spec).vocab_size
 
 
 class GPTModule(TransformerModule):

@@ -133,7 +133,7 @@ def build_tokenizer(spec: DataSpec) -> Tokenizer:
     Raises:
         UserError: its files cannot be read.
     """
-    return tokenizer_for_task(spec, configured_tokenizer(spec) or ByteTokenizer())
+    return tokenizer_for_task(spec, configured_tokenizer(spec))
 
 
 def tokenizer_for_vocabulary(spec: DataSpec, vocab_size: int) -> Tokenizer:
@@ -142,7 +142,7 @@ def tokenizer_for_vocabulary(spec: DataSpec, vocab_size: int) -> Tokenizer:
     Raises:
         UserError: its files cannot be read, or it has more tokens than the model, alone or with those its task adds.
     """
-    alone = configured_tokenizer(spec) or ByteTokenizer()
+    alone = configured_tokenizer(spec)
     if alone.vocab_size > vocab_size:
         raise UserError(
             f"the tokenizer has {alone.vocab_size:,} tokens, but `vocab_size` is {vocab_size:,}: it belongs to another "

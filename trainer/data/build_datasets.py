@@ -96,7 +96,7 @@ def build_data(spec: DataSpec, tokenizer: Tokenizer | None = None) -> Data:
             smaller than the tokenizer's, or the tokenizer lacks a token that the task needs.
     """
     if spec.keys.data_impl in PAIR_SOURCES:
-        tokenizer = with_chat_template(spec, tokenizer or configured_tokenizer(spec) or ByteTokenizer())
+        tokenizer = with_chat_template(spec, tokenizer or configured_tokenizer(spec))
         return _fine_tuning_data(spec, tokenizer) if spec.task.name == "sft" else _pair_data(spec, tokenizer)
     data = _stream_data(spec, tokenizer)
     with_chat_template(spec, data.tokenizer)
@@ -144,7 +144,7 @@ def _stream_data(spec: DataSpec, tokenizer: Tokenizer | None) -> Data:
     if source == "mmap":
         return _tokenized_data(spec, tokenizer)
     if source not in BUILT_IN_DATASETS:
-        return _plugin_data(spec, tokenizer or configured_tokenizer(spec) or ByteTokenizer())
+        return _plugin_data(spec, tokenizer or configured_tokenizer(spec))
     return _text_data(spec, tokenizer)
 
 
@@ -213,7 +213,10 @@ def _tokenized_data(spec: DataSpec, checkpoint_tokenizer: Tokenizer | None) -> D
     def extended(tokenizer: Tokenizer) -> Tokenizer:
         return tokenizer_for_task(spec, tokenizer)
 
-    tokenizer = choose_tokenizer(splits, checkpoint_tokenizer or configured_tokenizer(spec), named_by, extended)
+    given = checkpoint_tokenizer
+    if given is None and spec.tokenizer.library != "byte-level":  # the default does not describe existing token ids
+        given = configured_tokenizer(spec)
+    tokenizer = choose_tokenizer(splits, given, named_by, extended)
     tokenizer = tokenizer or extended(ByteTokenizer())
     make = SampleFactory(spec, tokenizer)
     samples, tokens = split_samples(spec, splits, tokenizer, make)

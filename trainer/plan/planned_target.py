@@ -9,7 +9,6 @@ import torch
 
 from ..config.resolved_run import DataSpec, ResolvedRun, resolve_run
 from ..config.schema.root import RootBlock
-from ..data.tokenizers.tokenizer import ByteTokenizer
 from ..data.tokenizers.vocabulary import configured_tokenizer
 from ..device.choose_device import compute_capability
 from ..distributed.placement import num_local_devices
@@ -55,8 +54,7 @@ def known_vocabulary(spec: DataSpec) -> tuple[int | None, str]:
     if spec.vocab_size is not None:
         return spec.vocab_size, ""
     with suppress(UserError):
-        tokenizer = configured_tokenizer(spec) or ByteTokenizer()
-        return tokenizer.vocab_size, ""
+        return configured_tokenizer(spec).vocab_size, ""
     return None, (
         "the vocabulary size depends on the data, so embedding and head are left out; "
         "set model.override_vocab_size to include them"

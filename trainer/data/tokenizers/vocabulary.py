@@ -17,18 +17,18 @@ def tokenizer_for_corpus(spec: DataSpec, corpus: Corpus) -> Tokenizer:
     """Return the tokenizer of `model.tokenizer`; a char tokenizer covers the characters of all splits."""
     if spec.tokenizer.library == "char":
         return CharTokenizer.from_texts([text for texts in corpus.documents.values() for text in texts])
-    return configured_tokenizer(spec) or ByteTokenizer()
+    return configured_tokenizer(spec)
 
 
-def configured_tokenizer(spec: DataSpec) -> Tokenizer | None:
-    """Return the tokenizer of `model.tokenizer`; None for the default, which does not describe existing token ids.
+def configured_tokenizer(spec: DataSpec) -> Tokenizer:
+    """Return the tokenizer of `model.tokenizer`.
 
     Raises:
         UserError: it is built from the training text, and there is none.
     """
     match spec.tokenizer.library:
         case "byte-level":
-            return None
+            return ByteTokenizer()
         case "char":
             raise UserError(
                 f"`model.tokenizer.library` (char) is built from text, but `model.data.data_impl="
