@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from ..device.choose_device import device_name
 from ..utils.redaction import REDACTED, is_secret, redact, redact_arguments
 
 _PACKAGES = (
@@ -85,11 +86,6 @@ def _installed_version(name: str) -> str | None:
 def main_versions() -> dict[str, str]:
     """Return the versions of stoker, torch and Python that a checkpoint records."""
     return {"stoker": stoker_version(), "torch": torch.__version__, "python": platform.python_version()}
-
-
-def device_name(device: torch.device) -> str:
-    """Return the name of the GPU, or the device type."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def describe_project(directory: Path) -> dict[str, Any]:

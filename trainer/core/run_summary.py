@@ -17,10 +17,10 @@ from ...models.model_cost import count_parameters
 from ...models.parallel.schedule import bubble_fraction
 from ...models.parallel.stages import PipelineSplit
 from ...models.recompute.analysis import ineffective_recompute_messages, memory_saving_recompute, recomputed_for_offload
-from ..checkpoint.run_environment import device_name
 from ..config.captured_layers import captures_layers
 from ..config.resolved_run import ResolvedRun
 from ..data.build_datasets import Data
+from ..device.choose_device import device_name
 from ..optim.base_optimizer import Optimizer
 from ..plan.trainable_count import count_trainable
 from ..utils.text import pluralize

@@ -27,7 +27,6 @@ from ..checkpoint.async_saver import CheckpointSaver
 from ..checkpoint.checkpoint_paths import RESOLVED_CONFIG
 from ..checkpoint.loop_state import LoopState
 from ..checkpoint.reader import EMA_WEIGHTS, FP8_SCALES, OPTIMIZER, tensors_to_save
-from ..checkpoint.run_environment import device_name
 from ..checkpoint.save_interval import SaveInterval
 from ..checkpoint.writer import CheckpointContent, apply_retention
 from ..config.captured_layers import captures_layers
@@ -38,6 +37,7 @@ from ..data.batch_sampler import BatchSchedule, RankBatchSampler, parse_ramp_up
 from ..data.dataloader import PrefetchingDataLoader, ShardFields
 from ..data.subsets import validation_subset
 from ..data.tokenizers.tokenizer import tokenizer_state
+from ..device.choose_device import device_name
 from ..distributed.mesh import Mesh
 from ..distributed.pipeline import Pipeline, StageShapes
 from ..evaluation.held_out_loss import EvaluationResult, evaluate, loss_function, pipelined_loss_function

@@ -34,6 +34,11 @@ def choose_device(keys: TrainerBlock, local_rank: int = 0) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
+def device_name(device: torch.device) -> str:
+    """Return the name of the GPU, or the device type."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
 def compute_capability(device: torch.device) -> tuple[int, int] | None:
     """Return the CUDA compute capability of a device; None for other devices."""
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else None

@@ -24,6 +24,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed.rendezvous import rendezvous
 
+from ..device.choose_device import device_name
 from ..utils.errors import EXIT_FAILURE, UserError
 
 # called so since torch 2.13, under which their older names warn
@@ -195,11 +196,10 @@ def shutdown_distributed() -> None:
 
 def describe_process(ranks: DistributedContext, device: torch.device, digest: str) -> dict[str, Any]:
     """Describe this process for the run's manifest."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     return {
         "rank": ranks.rank,
         "host": socket.gethostname(),
         "process": os.getpid(),
-        "device": f"{device} ({name})",
+        "device": f"{device} ({device_name(device)})",
         "configuration": digest,
     }

@@ -16,11 +16,10 @@ from ...models.model_cost import count_parameters
 from ...models.parallel.overlap import devices_share_memory
 from ...models.parallel.schedule import SimulatedStep, simulate_step
 from ...models.recompute.analysis import ineffective_recompute_messages, memory_saving_recompute, recomputed_for_offload
-from ..checkpoint.run_environment import device_name
 from ..config.resolved_run import ResolvedRun
 from ..device.attention_software import assumed_software, run_flags
 from ..device.bench_table import FoundTable, card_name, find_table
-from ..device.choose_device import compute_capability
+from ..device.choose_device import compute_capability, device_name
 from ..device.determinism import attention_flags
 from ..utils.host_memory import host_memory
 from .hardware import EFFICIENCY, GPUSpec, adjust_to_measured, match_gpu
