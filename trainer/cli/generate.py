@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ..utils import environment
 from ..utils.errors import EXIT_OK, UserError
 from ..utils.progress import Progress
-from ..utils.text import truncate_lines
+from ..utils.text import one_line, truncate_lines
 from .common_arguments import (
     add_checkpoint_arguments,
     add_pipeline_argument,
@@ -260,7 +260,7 @@ def _prompt_of(line: str, *, chat: bool) -> _Prompt:
     try:
         document = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"not JSON ({' '.join(str(error).split())[:80]})") from None
+        raise ValueError(f"not JSON ({one_line(error, 80)})") from None
     if isinstance(document, dict) and chat and isinstance(document.get("messages"), list):
         return _Prompt(None, document["messages"], document)
     if isinstance(document, dict) and isinstance(document.get("prompt"), str):

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..utils.errors import EXIT_OK, UserError
+from ..utils.text import one_line
 
 if TYPE_CHECKING:
     from ...kernels.attention.backend_support import Backend
@@ -71,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
 
 def first_sentence(text: str) -> str:
     """Return the first sentence of a text on one line, without its full stop."""
-    line = " ".join(text.split())
+    line = one_line(text)
     end = _SENTENCE_END.search(line)
     return line[: end.start()] if end else line
 

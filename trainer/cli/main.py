@@ -31,6 +31,7 @@ from ..utils.errors import (
 from ..utils.progress import shown
 from ..utils.redaction import redact_arguments
 from ..utils.signals import exit_on_signals, raise_on_ctrl_c
+from ..utils.text import one_line
 from .argument_parser import ArgumentParser
 from .common_arguments import add_config_arguments, add_finetune_argument, load_config, shows_composition
 
@@ -444,7 +445,7 @@ def _crash(error: Exception, arguments: list[str]) -> int:
     elif "--import" in arguments:
         whose = "error in stoker, or in how a component of your own is called"
     trace = "".join(traceback.format_exception(error))
-    summary = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+    summary = f"{type(error).__name__}: {one_line(error, 300)}"
     path = save_traceback(f"stoker {' '.join(redact_arguments(arguments))}\nPython {sys.version}\n\n{trace}")
     if path is None:
         _print_error(trace)

@@ -32,7 +32,7 @@ from ..config.yaml_reader import parse_scalar
 from ..utils import environment
 from ..utils.durable_files import atomic_write
 from ..utils.errors import EXIT_BAD_INPUT, EXIT_OK, UserError
-from ..utils.text import pluralize
+from ..utils.text import one_line, pluralize
 from .launch_jobs import SIGNAL_EXIT_CODES, Launch
 from .sweep_jobs import LoadJob, job_placement, new_run, print_table
 from .sweep_record import (
@@ -188,7 +188,7 @@ class Search:
             study.sampler = self._sampler(len(study.get_trials(deepcopy=False)))
         except Exception as error:  # of any database driver
             raise UserError(
-                f"hydra.sweeper.storage ({url or STUDY_FILE}): cannot open the study: {' '.join(str(error).split())}"
+                f"hydra.sweeper.storage ({url or STUDY_FILE}): cannot open the study: {one_line(error)}"
             ) from None
         if study.direction.name.lower() != direction:
             raise UserError(

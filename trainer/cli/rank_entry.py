@@ -21,6 +21,7 @@ from ..utils.environment import prepare_process
 from ..utils.errors import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_OK, UserError
 from ..utils.import_modules import import_plugins
 from ..utils.signals import EXIT_CODES, exit_on_signals, signal_when_parent_ends
+from ..utils.text import one_line
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -54,7 +55,7 @@ def main() -> None:
     except KeyboardInterrupt:
         code = EXIT_INTERRUPTED
     except BaseException as error:
-        text = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        text = f"{type(error).__name__}: {one_line(error, 300)}"
         if any(fragment in text for fragment in _CONNECTION_ERRORS):
             code, kind, lines = EXIT_FAILURE, "lost", [f"lost {_lost_nodes(task) or 'another rank'}: {text}"]
         else:

@@ -25,6 +25,7 @@ from ..utils.durable_files import atomic_write
 from ..utils.errors import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_OK, EXIT_TERMINATED, UserError
 from ..utils.owned_files import check_owned
 from ..utils.signals import handlers_set
+from ..utils.text import one_line
 from .launch_jobs import Terminated, terminate, title
 from .sweep_record import Sweep, SweepRun, read_metrics
 
@@ -107,7 +108,7 @@ class SubmititJobs:
             with _sigint_blocked():
                 jobs = self._executor(sweep.directory).submit_array(commands)
         except (RuntimeError, ValueError, NameError, self._submitit.core.utils.FailedJobError) as error:
-            raise UserError(f"the jobs cannot be submitted: {' '.join(str(error).split())}") from None
+            raise UserError(f"the jobs cannot be submitted: {one_line(error)}") from None
         for place, job in zip(places, jobs, strict=True):
             where = f"{type(self._settings).__name__.removesuffix('Launcher').lower()} job {job.job_id}"
             print(f"{title(sweep, place)}; {where}, {sweep.runs[place].directory}", flush=True)

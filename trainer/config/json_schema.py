@@ -17,6 +17,7 @@ from ...models.config.key_block import ConfigBlock
 from ...models.config.model import FAMILIES, Family
 from ...models.config.t5 import DecoderKeys
 from ..utils.errors import UserError
+from ..utils.text import one_line
 from . import dotted_paths
 from .nemo.key_table import KeyRow, KeyState, key_table
 from .schema import hydra
@@ -321,20 +322,16 @@ def _expand(block: Schema, blocks: Mapping[str, Schema]) -> Schema:
         reference = schema.get("$ref")
         properties[name] = _expand(blocks[reference.rpartition("/")[2]], blocks) if reference else _acting(schema)
         if reference:
-            about = _one_line(schema.get("description", ""))
+            about = one_line(schema.get("description", ""))
             properties[name]["description"] = f"{KeyState.ACTS.value}: {about}"
     return {"type": "object", "properties": properties, "additionalProperties": False}
 
 
 def _acting(schema: Schema) -> Schema:
     state = _OWN if schema.get("own") else f"{KeyState.ACTS.value}: "
-    about: Schema = {"description": state + _one_line(schema.get("description", ""))}
+    about: Schema = {"description": state + one_line(schema.get("description", ""))}
     about |= {word: schema[word] for word in ("default", "examples") if word in schema}
     return about | _or_interpolation(schema)
-
-
-def _one_line(text: str) -> str:
-    return " ".join(text.split())
 
 
 _ABOUT = ("description", "default", "examples", "title", "own")

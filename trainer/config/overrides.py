@@ -19,7 +19,7 @@ from hydra.errors import HydraException
 
 from ...models.config.key_block import Finding
 from ..utils.redaction import redact
-from ..utils.text import truncate_lines
+from ..utils.text import one_line, truncate_lines
 from . import dotted_paths
 from .override_typos import detect_override_typos, quoted_override
 from .problems import Problem
@@ -156,7 +156,7 @@ def parse_override(parser: OverridesParser, typed: str) -> Override:
             return text
         if "int_max_str_digits" in str(error):
             raise OverrideError("holds an integer of thousands of digits", "write a number, or quote text") from None
-        reason = "its value" if redact(typed) != typed else " ".join(str(error).split())[:200]
+        reason = "its value" if redact(typed) != typed else one_line(error, 200)
         raise OverrideError(f"cannot be read: {reason}", _unreadable_fix(key, value)) from None
 
 
@@ -322,7 +322,6 @@ class _SeenOverrides:
                 self._contradict(above, word, typed)
             if value != _RESET:
                 self._below[above] = path
-            above = dotted_paths.parent_of(above)
         self._at[path] = (value, typed)
 
     def notes(self) -> Iterator[Finding]:

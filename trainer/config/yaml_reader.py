@@ -14,6 +14,7 @@ from typing import Any
 
 import yaml
 
+from ..utils.text import one_line
 from .dotted_paths import Tree, join
 
 MAX_BYTES = 1 << 20
@@ -128,7 +129,7 @@ def parse_yaml(text: str, path: Path) -> YamlFile:
             ) from None
         raise YamlError(f"is not YAML: {error.problem}{cure}", mark.line + 1 if mark else None) from None
     except yaml.YAMLError as error:
-        raise YamlError(f"is not YAML: {' '.join(str(error).split())}") from None
+        raise YamlError(f"is not YAML: {one_line(error)}") from None
     except UnicodeEncodeError:  # of a lone surrogate, which JSON can hold
         raise YamlError("is not YAML: it holds a lone surrogate") from None
     if node is None:

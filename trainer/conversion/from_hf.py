@@ -351,11 +351,11 @@ def _write(folder: Path, target: Path, source: Path, incoming: MappedModel, tens
         path = folder / "conf" / group / f"{CONVERTED}.yaml"
         path.parent.mkdir(parents=True)
         about = "# @package model.tokenizer\n" if group == "tokenizer" else ""
-        about += f"# {incoming.architecture.name}, converted from {_one_line(source)}\n"
+        about += f"# {incoming.architecture.name}, converted from {_printable_ascii(source)}\n"
         path.write_text(about + yaml.safe_dump(block, sort_keys=False, allow_unicode=True), encoding="utf-8")
 
 
-def _one_line(path: Path) -> str:
+def _printable_ascii(path: Path) -> str:
     return re.sub(r"[^\x20-\x7e]", "?", str(path))
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..utils.errors import UserError
 from ..utils.safetensors_io import tensor_dtype_name
+from ..utils.text import one_line
 
 
 class TorchFile:
@@ -92,7 +93,7 @@ def _check_stored(path: Path) -> None:
 
 def _reason(error: Exception) -> str:
     """Return an error as one line; of torch's message only the rejected part, without its advice to trust the file."""
-    text = " ".join(str(error).split())
+    text = one_line(error)
     refused = re.search(r"(?i)unsupported (?:(?! Check | Please ).)*", text)
     return (refused.group() if refused else text)[:160]
 

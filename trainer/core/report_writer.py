@@ -16,6 +16,7 @@ from ..report.run_data import RECORD_FILE, read_run
 from ..utils.durable_files import atomic_write
 from ..utils.errors import UserError
 from ..utils.redaction import redact
+from ..utils.text import one_line
 
 
 class RunReport:
@@ -56,7 +57,7 @@ class RunReport:
         if not self._record:
             return
         if error is not None and not isinstance(error, UserError):  # of which the events tell
-            failure = f"{type(error).__name__}: {' '.join(str(error).split())}"[:500]
+            failure = f"{type(error).__name__}: {one_line(error)}"[:500]
             self.record(lambda: {"failure": redact(failure)})
         self._try(_write_page)
 
@@ -73,7 +74,7 @@ class RunReport:
             if not self._warned:
                 self._warned = True
                 with suppress(UserError, OSError):  # if the log cannot be written either
-                    self._log(f"warning: no report: {type(error).__name__}: {' '.join(str(error).split())[:300]}")
+                    self._log(f"warning: no report: {type(error).__name__}: {one_line(error, 300)}")
 
 
 def _write_page(directory: Path) -> None:

@@ -41,6 +41,7 @@ from ..plan.run_plan import Plan, local_target, make_plan
 from ..utils.environment import set_variables
 from ..utils.errors import UserError
 from ..utils.host_memory import is_out_of_host_memory, is_out_of_memory
+from ..utils.text import one_line
 from .debug_runs import fast_dev_run, overfit_batches
 from .rank_checks import check_same_data, check_same_setup, check_shared_directory, mark_shared_directory
 from .report_writer import RunReport
@@ -231,7 +232,7 @@ def report_out_of_memory(root: RootBlock, device: torch.device, plan: Plan | Non
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
-        message = " ".join(str(error).split())[:200]
+        message = one_line(error, 200)
         on_host = device.type != "cpu" and is_out_of_host_memory(error)
         where = "out of host memory" if on_host else f"out of memory on {device.type}"
         fixes = (

@@ -39,7 +39,7 @@ from ..config.run_paths import checkpoint_directory, configured_run_directory
 from ..loggers.run_events import RunEvents
 from ..utils.errors import EXIT_FAILURE, EXIT_IO, EXIT_OK, EXIT_TERMINATED, UserError
 from ..utils.signals import EXIT_CODES, exit_now, handlers_set
-from ..utils.text import pluralize
+from ..utils.text import one_line, pluralize
 from .launcher import GRACE_SECONDS, Failure, LocalWorkers
 from .placement import Placement
 from .rendezvous import MIN_JOIN_SECONDS, NodeStore, build_rendezvous
@@ -371,7 +371,7 @@ class NodeAgent(SimpleElasticAgent):
     def _lost_store(self, error: BaseException) -> UserError:
         """Return the error of a node that no longer reaches the store, with what its workers say, if anything."""
         host, port = self._store_of_nodes.address
-        cause = " ".join(str(error.__cause__ or error).split())[:120]
+        cause = one_line(error.__cause__ or error, 120)
         lines = [f"lost the connection to the first machine at {host}:{port}, which holds the rendezvous: {cause}"]
         if (workers := self._local) is not None:
             deadline = time.monotonic() + GRACE_SECONDS

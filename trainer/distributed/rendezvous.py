@@ -21,6 +21,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRende
 
 from ..utils.environment import share_no_second_store
 from ..utils.errors import EXIT_FAILURE, UserError
+from ..utils.text import one_line
 
 _RUN_ID = "stoker"
 """The same for all runs: ranks compare their configurations later, with a better message than a missing node."""
@@ -116,7 +117,7 @@ def _host_or_join(address: tuple[str, int], limit: timedelta) -> tuple[TCPStore,
     except RuntimeError as error:
         raise UserError(
             f"cannot reach the first machine at {address[0]}:{address[1]} (MASTER_ADDR, MASTER_PORT) within "
-            f"{limit.total_seconds():g} seconds: {' '.join(str(error).split())[:120]}",
+            f"{limit.total_seconds():g} seconds: {one_line(error, 120)}",
             EXIT_FAILURE,
         ) from None
 

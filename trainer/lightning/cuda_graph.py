@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from ...models.layer_graphs import WARM_UP_MICRO_BATCHES, Capture
 from ..utils.errors import UserError
 from ..utils.host_memory import is_out_of_memory
+from ..utils.text import one_line
 
 Result = TypeVar("Result")
 Fields = Mapping[str, Tensor]
@@ -86,7 +87,7 @@ def _capture_graph(run: Callable[[], Result], pool: Any) -> tuple[torch.cuda.CUD
         for cause in (error, error.__context__):
             if cause is not None and is_out_of_memory(cause):
                 raise cause from None
-        reason = " ".join(str(error).split())[:200]
+        reason = one_line(error, 200)
         raise UserError(
             [
                 f"`model.enable_cuda_graph`: forward and backward cannot be captured: {reason}",

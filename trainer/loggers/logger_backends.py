@@ -37,6 +37,7 @@ from ..utils.environment import snapshot, user_path
 from ..utils.errors import UserError
 from ..utils.owned_files import check_owned, make_owned_directory, open_to_append
 from ..utils.redaction import redact, redact_arguments
+from ..utils.text import one_line
 from .background_logger import BackgroundLogger, MetricLogger
 
 _RUN_IDS_FILE = "loggers.json"
@@ -395,7 +396,7 @@ def _redacted_argv() -> Iterator[None]:
 
 
 def _cannot_start(package: str, name: str, error: Exception, fix: str) -> UserError:
-    text = " ".join(str(error).split())[:300] or type(error).__name__
+    text = one_line(error, 300) or type(error).__name__
     return UserError(
         f"`exp_manager.create_{package}_logger`: {name} cannot start: {text}; {fix}, or set "
         f"exp_manager.create_{package}_logger=False"

@@ -13,7 +13,7 @@ from pathlib import Path
 from ..utils.durable_files import atomic_write
 from ..utils.errors import EXIT_IO, UserError
 from ..utils.owned_files import open_owned, open_to_append
-from ..utils.text import pluralize
+from ..utils.text import one_line, pluralize
 from .background_logger import MetricLogger
 from .logger_backends import LoggedRun, open_loggers
 from .progress_bar import ProgressDisplay
@@ -207,7 +207,7 @@ class RunLogger:
             return
         self._warned.add(name)
         cause = f" ({error.__cause__})" if error.__cause__ is not None else ""
-        text = " ".join(f"{type(error).__name__}: {error}{cause}".split())[:300]
+        text = one_line(f"{type(error).__name__}: {error}{cause}", 300)
         self.log(f"warning: {name} failed; training continues without it: {text}")
 
 

@@ -11,8 +11,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..utils import environment
-from ..utils.errors import UserError
+from . import environment
+from .errors import UserError
+from .text import one_line
 
 _PACKAGE = Path(__file__).resolve().parents[2]
 
@@ -56,5 +57,5 @@ def _failed(name: str, error: Exception) -> UserError:
         trace = trace.tb_next
     if isinstance(error, SyntaxError) and error.filename:
         where = f" ({error.filename}:{error.lineno})"
-    text = " ".join(str(error).split())[:300].rstrip(".")
+    text = one_line(error, 300).rstrip(".")
     return UserError(f"--import {name}: {type(error).__name__}: {text}{where}")

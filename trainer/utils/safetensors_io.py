@@ -22,6 +22,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from .text import one_line
+
 MAX_JSON_BYTES = 64 << 20
 MAX_JSON_DEPTH = 64
 MAX_HEADER_BYTES = 32 << 20
@@ -171,7 +173,7 @@ def read_json(path: Path, *, byte_exact: bool = False, max_bytes: int = MAX_JSON
     try:
         document = json.loads(data, parse_constant=_reject_constant)
     except (ValueError, RecursionError) as error:
-        raise DamagedFileError(f"{path.name} is not JSON: {_one_line(error)}") from None
+        raise DamagedFileError(f"{path.name} is not JSON: {one_line(error, 200)}") from None
     if _depth_exceeds(document, MAX_JSON_DEPTH):
         raise DamagedFileError(f"{path.name} is nested deeper than {MAX_JSON_DEPTH} levels")
     if byte_exact and _encode(document) != data:
@@ -214,7 +216,7 @@ def open_safetensors(path: Path) -> Iterator[Any]:
                 raise DamagedFileError(_too_large(path, f"{count:,} tensors"))
             yield file
     except SafetensorError as error:
-        raise DamagedFileError(f"{path.name} is not a safetensors file: {_one_line(error)}") from None
+        raise DamagedFileError(f"{path.name} is not a safetensors file: {one_line(error, 200)}") from None
 
 
 def _too_large(path: Path, found: str) -> str:
@@ -262,7 +264,3 @@ def _depth_exceeds(document: Any, limit: int) -> bool:
         if not level:
             return False
     return True
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:200]

@@ -1,4 +1,4 @@
-"""Text of messages and keys: pluralized counts, truncated lists, durations."""
+"""Text of messages and keys: pluralized counts, texts on one line, truncated lists, durations."""
 
 from __future__ import annotations
 
@@ -14,6 +14,11 @@ def format_gib(size: float) -> str:
     """Format a size in GiB, or in MiB if it is small."""
     gib = 2**30
     return f"{size / gib:,.1f} GiB" if size >= gib / 10 else f"{size / 2**20:,.0f} MiB"
+
+
+def one_line(text: object, limit: int | None = None) -> str:
+    """Return the text of an object, such as an error, on one line of at most `limit` characters."""
+    return " ".join(str(text).split())[:limit]
 
 
 def truncate_lines(lines: Iterable[str], limit: int, *, more: str = "and {:,} more", indent: str = "") -> list[str]:

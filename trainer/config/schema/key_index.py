@@ -20,6 +20,7 @@ from ....models.config.extension_keys import ExtensionName
 from ....models.config.extensions import Kind
 from ....models.config.key_block import ComponentName
 from ....models.config.model import FAMILIES, Family
+from ...utils.text import one_line
 from ..dotted_paths import Tree, join
 from ..yaml_reader import YamlError, parse_yaml
 from .root import MODEL_BLOCKS, RootBlock
@@ -64,7 +65,7 @@ def schema_keys(family: Family = "gpt") -> Mapping[str, SchemaKey]:
 def schema_blocks(family: Family = "gpt") -> Mapping[str, str]:
     """Return the description of every block of a family's schema by path, without the root."""
     fields = _fields(_defaults(family))
-    blocks = {path: _one_line(field.description) for path, field, block in fields if isinstance(block, BaseModel)}
+    blocks = {path: one_line(field.description or "") for path, field, block in fields if isinstance(block, BaseModel)}
     return MappingProxyType(blocks)
 
 
@@ -126,7 +127,7 @@ def _key(path: str, field: FieldInfo, default: Any) -> SchemaKey:
     return SchemaKey(
         path=path,
         default=default,
-        description=_one_line(field.description),
+        description=one_line(field.description or ""),
         kind=_describe(annotation, field.examples),
         choices=choices if only_choices else (),
         extends=extensions[0].kind if extensions else None,
@@ -134,10 +135,6 @@ def _key(path: str, field: FieldInfo, default: Any) -> SchemaKey:
         is_text=kinds == {str},
         is_open=any(get_origin(_unannotated(member)) is dict for member in members),
     )
-
-
-def _one_line(text: str | None) -> str:
-    return " ".join((text or "").split())
 
 
 def _members(annotation: Any) -> list[Any]:

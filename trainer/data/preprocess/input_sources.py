@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from ...utils.environment import user_path
 from ...utils.errors import UserError
+from ...utils.text import one_line
 from ..sources.text_sources import walk_files
 
 Kind = Literal["text", "jsonl", "jsonl.gz", "jsonl.zst", "parquet", "hf"]
@@ -116,7 +117,7 @@ def load_hf_dataset(name: str) -> Any:
     try:
         return load_dataset(path, split=split)
     except Exception as error:  # the package, its file systems and the network raise many types
-        raise UserError(f"hf:{name} cannot be loaded: {' '.join(str(error).split())[:300]}") from None
+        raise UserError(f"hf:{name} cannot be loaded: {one_line(error, 300)}") from None
 
 
 def _data_set(name: str) -> InputSource:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from ...utils.errors import UserError
+from ...utils.text import one_line
 from ..tokenizers.tokenizer import MAX_WORD_LENGTH, has_long_word
 
 MAX_DOCUMENT_BYTES = 64 << 20
@@ -220,7 +221,7 @@ def open_parquet(path: Path, column: str) -> Any:
     try:
         file = parquet.ParquetFile(path)
     except (pyarrow.ArrowException, OSError) as error:
-        raise UserError(f"{path} is not a parquet file: {' '.join(str(error).split())[:200]}") from None
+        raise UserError(f"{path} is not a parquet file: {one_line(error, 200)}") from None
     names = file.schema_arrow.names
     if column not in names:
         raise UserError(f"{path} has no column {column!r}; set --json-key to one of {', '.join(names)[:200]}")

@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Iterator
 
 from ...config.dataset_names import SPLITS, Split
+from ...utils.text import one_line
 from .text_pairs import TextPair, TextPairs, pairs_fingerprint
 from .text_sources import Corpus, Proportions, read_pystd
 
@@ -67,7 +68,7 @@ def documented_functions(module: str) -> Iterator[tuple[str, TextPair]]:
 
 def _first_paragraph(docstring: str) -> str:
     paragraph = docstring.strip().split("\n\n")[0]
-    return " ".join(paragraph.split())
+    return one_line(paragraph)
 
 
 def _without_docstring(node: ast.FunctionDef | ast.AsyncFunctionDef, lines: list[str]) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 
 from ...config.dataset_names import SPLITS, Split
 from ...utils.errors import UserError
+from ...utils.text import one_line
 from .jsonl import RecordParser, RecordT
 from .text_sources import HashSplitter, Proportions
 
@@ -89,6 +90,6 @@ def _splits(path: str, options: Mapping[str, Any]) -> dict[str, Any]:
     except (KeyboardInterrupt, MemoryError):
         raise
     except Exception as error:  # network, hub and file readers raise many types
-        reason = " ".join(str(error).split())[:300] or type(error).__name__
+        reason = one_line(error, 300) or type(error).__name__
         raise UserError(f"`{_KEY}`: the datasets package cannot read {path}: {reason}") from None
     return dict(loaded) if isinstance(loaded, dict) else {"train": loaded}

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from ...config.dataset_names import SPLITS, Split
 from ...utils.errors import UserError
+from ...utils.text import one_line
 from ..tokenizers.tokenizer import encode_utf8
 from .text_sources import HashSplitter, Proportions
 
@@ -164,7 +165,7 @@ def _object(line: bytes, location: str) -> dict[str, Any]:
         reason = f"{error.msg} at column {error.pos + 1}"
         raise UserError(f"{location} is not JSON ({reason}); each line must be one object") from None
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{location} is not JSON: {' '.join(str(error).split())[:200]}") from None
+        raise UserError(f"{location} is not JSON: {one_line(error, 200)}") from None
     if not isinstance(record, dict):
         raise UserError(f"{location} must be a JSON object; each line must be one")
     return record

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from ...config.suggest import closest
 from ...utils.errors import UserError
+from ...utils.text import one_line
 from ..datasets.sft_examples import Example
 from ..tokenizers.tokenizer import TokenIds, Tokenizer, encode_utf8, literal_pattern
 from ..tokenizers.tokenizer_json import JsonTokenizer
@@ -144,7 +145,7 @@ def encode_chats(chats: Sequence[Chat], tokenizer: Tokenizer, *, answer_only: bo
                 yield _example(chat, rendered, tokenizer, answer_only=answer_only)
         except ChatRenderError as error:
             chat = chats[error.index]
-            beginning = " ".join(message_text(chat.messages[0]).split())[:60]
+            beginning = one_line(message_text(chat.messages[0]), 60)
             place = f"{chat.location}, " if chat.location else ""
             raise UserError(f"{place}the conversation that begins with {beginning!r}: {error.lines[0]}") from None
 

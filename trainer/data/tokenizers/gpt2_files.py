@@ -10,6 +10,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ...utils.text import one_line
 from .tokenizer_json import added_token, json_text
 
 EOS_TOKEN = "<|endoftext|>"
@@ -31,7 +32,7 @@ def gpt2_tokenizer_json(vocab: str, merges: str) -> str:
     try:
         vocabulary = json.loads(vocab)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"the vocabulary is not JSON: {' '.join(str(error).split())[:200]}") from None
+        raise ValueError(f"the vocabulary is not JSON: {one_line(error, 200)}") from None
     if not isinstance(vocabulary, dict) or not all(type(id_) is int for id_ in vocabulary.values()):
         raise ValueError("the vocabulary must be an object of ids by token")
     pairs: list[list[str]] = []

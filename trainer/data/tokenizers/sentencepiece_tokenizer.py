@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...utils.errors import UserError
+from ...utils.text import one_line
 from .special_tokens import SpecialTokenIds, find_special_tokens, special_token_ids_from_dict
 from .token_bytes import piece_byte_counts
 from .tokenizer import PieceTokenizer, TokenIds, check_words, encode_utf8
@@ -172,7 +173,7 @@ def _processor(model: bytes) -> Any:
     try:
         loaded = processor.load_from_serialized_proto(model)
     except (RuntimeError, OSError) as error:
-        raise ValueError(f"it is not a SentencePiece model: {' '.join(str(error).split())[:200]}") from None
+        raise ValueError(f"it is not a SentencePiece model: {one_line(error, 200)}") from None
     if not loaded or processor.get_piece_size() == 0:
         raise ValueError("it is not a SentencePiece model")
     return processor

@@ -16,6 +16,7 @@ from ...config.own_components import IMPORT_HINT
 from ...config.schema.trainer_and_data import TokenizerBlock
 from ...utils.environment import user_path
 from ...utils.errors import UserError
+from ...utils.text import one_line
 from ..tasks.chat_files import load_chat_template
 from . import sentencepiece_tokenizer, tokenizer_json
 from .gpt2_files import gpt2_tokenizer_json
@@ -173,7 +174,7 @@ def _build_json_tokenizer(
     try:
         return tokenizer_json.build_json_tokenizer(tokenizer_json.canonical_json(definition), named, special.additional)
     except (ValueError, KeyError, TypeError, AttributeError) as error:  # the last three: fields of the wrong type
-        raise UserError(f"{location}: {' '.join(str(error).split())[:300] or type(error).__name__}") from None
+        raise UserError(f"{location}: {one_line(error, 300) or type(error).__name__}") from None
 
 
 def _path(text: str | None, named_by: str) -> Path:

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...utils.errors import UserError
+from ...utils.text import one_line
 from .definition_bounds import unbounded_part
 from .gpt2_pretokenizer import CachedWordTokenizer, uses_gpt2_pre_tokenizer
 from .isolated_encoder import IsolatedEncoder
@@ -107,7 +108,7 @@ class JsonTokenizer(PieceTokenizer):
         except BaseException as error:  # a panic of the Rust library is not an Exception
             for text in texts:
                 encode_utf8(text)  # the library's error for invalid Unicode is unclear
-            reason = " ".join(str(error).split())[:200]
+            reason = one_line(error, 200)
             raise UserError(f"the tokenizer.json cannot tokenize this text: {reason}") from None
         return [np.array(encoding.ids, self._dtype) for encoding in encodings]
 
@@ -248,7 +249,7 @@ def _load(definition: str, parsed: dict[str, Any]) -> _Library:
     except (KeyboardInterrupt, SystemExit, MemoryError):
         raise
     except BaseException as error:  # a panic of the Rust library is not an Exception
-        raise ValueError(f"the tokenizers library rejects it: {' '.join(str(error).split())[:200]}") from None
+        raise ValueError(f"the tokenizers library rejects it: {one_line(error, 200)}") from None
     vocabulary = library.get_vocab()
     ids = vocabulary.values()
     if not ids or max(ids) >= MAX_VOCAB_SIZE:
@@ -293,7 +294,7 @@ def _parse(definition: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         if "int_max_str_digits" in str(error):
             raise ValueError("it holds an integer of thousands of digits") from None
-        raise ValueError(f"it is not JSON: {' '.join(str(error).split())[:200]}") from None
+        raise ValueError(f"it is not JSON: {one_line(error, 200)}") from None
     if not isinstance(parsed, dict) or not isinstance(parsed.get("model"), dict):
         raise ValueError("it is not a tokenizer.json: it has no object `model`")
     return parsed
