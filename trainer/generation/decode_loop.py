@@ -93,7 +93,7 @@ class DecodeLoop:
 
     @torch.no_grad()
     def generate(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int]) -> Iterator[list[int]]:
-        """Generate `most` tokens for every prompt, a step at a time.
+        """Generate `max_new_tokens` tokens for every prompt, a step at a time.
 
         Args:
             prompts: token ids, none empty, at most as many as the decoder has rows.

@@ -172,7 +172,7 @@ class Generator:
                 for _ in self._pieces(loop, texts, [rows[n] for n in batch], [seeds[n] for n in batch]):
                     pass
                 progress.advance(len(batch))
-        return [row.written() for row in rows]
+        return [row.output() for row in rows]
 
     def beam_search(
         self,
@@ -181,7 +181,7 @@ class Generator:
         search: BeamSearchConfig,
         batch_size: int = DEFAULT_BATCH_SIZE,
     ) -> list[GenerationOutput]:
-        """Generate a text for each prompt by beam search; arguments as in `write`.
+        """Generate a text for each prompt by beam search; arguments as in `generate`.
 
         Stop strings truncate the result; the search itself ignores them. A sequence ends when it fills the context.
         """
@@ -205,7 +205,7 @@ class Generator:
                         if row.done:
                             break
                     row.finish(ended=row.done or result[0].ended_by_eos)
-                    found[number] = row.written()
+                    found[number] = row.output()
                 progress.advance(len(batch))
         return [found[number] for number in range(len(read))]
 
@@ -237,15 +237,15 @@ class Generator:
             )
         return list(prompt)
 
-    def _most(self, limits: StoppingCriteria) -> int:
+    def _max_new_tokens(self, limits: StoppingCriteria) -> int:
         """Return the maximum number of new tokens; for a T5 limited by its decoder positions."""
         positions = self._model.max_positions[1] if isinstance(self._model, T5) else None
         return limits.max_new_tokens if positions is None else min(limits.max_new_tokens, positions)
 
-    def _room(self, limits: StoppingCriteria, read: int) -> int:
+    def _room(self, limits: StoppingCriteria, prompt_length: int) -> int:
         """Return the new tokens that fit after `prompt_length` ones; the last token of a GPT needs no cache slot."""
-        most = self._most(limits)
-        return most if isinstance(self._model, T5) else min(most, self._context - read + 1)
+        most = self._max_new_tokens(limits)
+        return most if isinstance(self._model, T5) else min(most, self._context - prompt_length + 1)
 
     def _decoder(self, rows: int, longest: int, most: int, per_memory: int = 1) -> Decoder:
         """Allocate a decoder with a KV cache for prompts of up to `longest` tokens and `most` new ones."""
@@ -277,7 +277,7 @@ class Generator:
         self, rows: int, read: Sequence[Sequence[int]], limits: StoppingCriteria, sampling: SamplingParams
     ) -> DecodeLoop:
         longest = max(map(len, read))
-        most, ranks = self._most(limits), self._model.tensor_parallel
+        most, ranks = self._max_new_tokens(limits), self._model.tensor_parallel
         alone = ranks is None and self._model.stacks[-1].relay is None
         with self._within():
             decoder = self._decoder(rows, longest, most)
@@ -361,7 +361,7 @@ class _Row:
         self._text.append(piece)
         return piece
 
-    def written(self) -> GenerationOutput:
+    def output(self) -> GenerationOutput:
         return GenerationOutput(self._tokens, "".join(self._text), self._ended)
 
 
