@@ -24,7 +24,7 @@ from ..utils import environment
 from ..utils.durable_files import atomic_write
 from ..utils.errors import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_OK, EXIT_TERMINATED, UserError
 from ..utils.owned_files import check_owned
-from ..utils.signals import handlers_set
+from ..utils.signals import handlers_set, signals_blocked
 from ..utils.text import one_line
 from .launch_jobs import Terminated, terminate, title
 from .sweep_record import Sweep, SweepRun, read_metrics
@@ -105,7 +105,9 @@ class SubmititJobs:
             command = [sys.executable, "-m", "stoker.trainer.cli.job_entry", str(file)]
             commands.append(self._submitit.helpers.CommandFunction(command, cwd=Path.cwd()))
         try:
-            with _sigint_blocked():
+            # Ctrl-C of the terminal then reaches this process only: submitit's own would end with a traceback,
+            # and not pass it on
+            with signals_blocked([signal.SIGINT]):
                 jobs = self._executor(sweep.directory).submit_array(commands)
         except (RuntimeError, ValueError, NameError, self._submitit.core.utils.FailedJobError) as error:
             raise UserError(f"the jobs cannot be submitted: {one_line(error)}") from None
@@ -192,19 +194,6 @@ class SubmititJobs:
             for place in [place for place in running if _exit_file(sweep, sweep.runs[place]).exists()]:
                 self._finish(sweep, place, running.pop(place))
             time.sleep(_POLL_SECONDS)
-
-
-@contextlib.contextmanager
-def _sigint_blocked() -> Iterator[None]:
-    """Block SIGINT, also in the processes that are started: Ctrl-C of the terminal then reaches this one only.
-
-    submitit's own would end with a traceback, and not pass it on. A Ctrl-C meanwhile is not lost.
-    """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from ..config.parameter_layout import parallel_layout
 from ..config.run_config import RunConfig
 from ..utils.environment import worker_environment
 from ..utils.errors import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_OK, UserError, save_traceback
-from ..utils.signals import EXIT_CODES, restore_handlers, set_handlers
+from ..utils.signals import EXIT_CODES, handlers_set, signals_blocked
 from .placement import Placement
 from .step_counter import StepCounters
 
@@ -118,14 +118,13 @@ def launch(config: RunConfig, placement: Placement, imports: Sequence[str] = ())
     Raises:
         UserError: the error of the failed worker.
     """
-    with LocalWorkers(config, placement, imports) as workers:
-        previous = set_handlers(lambda number, _: workers.forward(number), tuple(EXIT_CODES))
-        try:
-            workers.start()
-            while not workers.poll():
-                time.sleep(_POLL_SECONDS)
-        finally:
-            restore_handlers(previous)
+    with (
+        LocalWorkers(config, placement, imports) as workers,
+        handlers_set(lambda number, _: workers.forward(number), tuple(EXIT_CODES)),
+    ):
+        workers.start()
+        while not workers.poll():
+            time.sleep(_POLL_SECONDS)
     failure = workers.failure()
     if failure is None:
         return workers.exit_code
@@ -296,7 +295,7 @@ class LocalWorkers:
             os.set_blocking(read_end, False)
             shared = [write_end, self._steps.descriptor]
             shared += [listener.fileno()] if listener and rank == 0 else []
-            with _signals_blocked():
+            with signals_blocked(EXIT_CODES):  # until the rank has handlers for them
                 process = subprocess.Popen(
                     [sys.executable, "-m", "stoker.trainer.cli.rank_entry"],
                     stdin=subprocess.PIPE,
@@ -345,16 +344,6 @@ def _save_trace(lines: list[str]) -> list[str]:
     """Move the traceback after the first line to a file; return `lines` unchanged if it cannot be written."""
     path = save_traceback("\n".join(lines) + "\n")
     return lines if path is None else [f"{lines[0]}; the traceback is in {path}"]
-
-
-@contextlib.contextmanager
-def _signals_blocked() -> Iterator[None]:
-    """Context in which new processes start with the stop signals blocked, until the rank has handlers for them."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, EXIT_CODES)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _stopped_early(worker: Worker) -> bool:

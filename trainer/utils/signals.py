@@ -11,7 +11,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
@@ -59,6 +59,16 @@ def handlers_set(handler: Handler, numbers: tuple[signal.Signals, ...] = TERMINA
         yield
     finally:
         restore_handlers(previous)
+
+
+@contextmanager
+def signals_blocked(numbers: Iterable[signal.Signals]) -> Iterator[None]:
+    """Context in which signals do not reach this thread, nor processes that it starts; those that arrive are kept."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def signal_when_parent_ends(number: signal.Signals) -> None:
