@@ -15,6 +15,7 @@ from collections import namedtuple
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -191,31 +192,7 @@ def _verb_functions(
     if name == "config":
         return _add_config_verb_arguments, _config
     # imported when it is the one that runs: some import torch
-    match name:
-        case "list":
-            from . import list_names as module
-        case "explain":
-            from . import explain as module
-        case "plan":
-            from . import plan as module
-        case "generate":
-            from . import generate as module
-        case "evaluate":
-            from . import evaluate as module
-        case "report":
-            from . import report as module
-        case "compare":
-            from . import compare as module
-        case "convert":
-            from . import convert as module
-        case "preprocess":
-            from . import preprocess as module
-        case "quickstart":
-            from . import quickstart as module
-        case "bench":
-            from . import bench as module
-        case _:
-            from . import doctor as module
+    module = import_module(f".{'list_names' if name == 'list' else name}", __package__)
     return module.add_arguments, module.run
 
 
