@@ -47,17 +47,8 @@ except ImportError:  # Windows: a run directory is not locked
 LOCK_FILE = "run.lock"
 _WRITTEN = (
     *(LOCK_FILE, RESOLVED_CONFIG, "environment.json", "metrics.jsonl", "run.log", "metrics.csv", "events.jsonl"),
-    *(
-        "loggers.json",
-        "expert_load.json",
-        "expert_load.png",
-        *("report.json", "report.html"),
-        "quickstart.json",
-        "tensorboard",
-        "files",
-        "profile",
-        "stacks",
-    ),
+    *("loggers.json", "expert_load.json", "expert_load.png", "report.json", "report.html", "quickstart.json"),
+    *("tensorboard", "files", "profile", "stacks"),
 )
 """What a run writes to its directory, besides the checkpoints."""
 

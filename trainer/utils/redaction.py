@@ -12,29 +12,9 @@ REDACTED = "***"
 
 _SECRET_WORDS = frozenset(
     [
-        "secret",
-        "secrets",
-        "password",
-        "passwords",
-        "passwd",
-        "passphrase",
-        "passcode",
-        "credential",
-        "credentials",
-        "creds",
-        "cookie",
-        "cookies",
-        "bearer",
-        "authorization",
-        "jwt",
-        "apikey",
-        "apitoken",
-        "authkey",
-        "authtoken",
-        "accesskey",
-        "accesstoken",
-        "privatekey",
-        "secretkey",
+        *("secret", "secrets", "password", "passwords", "passwd", "passphrase", "passcode", "credential"),
+        *("credentials", "creds", "cookie", "cookies", "bearer", "authorization", "jwt", "apikey", "apitoken"),
+        *("authkey", "authtoken", "accesskey", "accesstoken", "privatekey", "secretkey"),
     ]
 )
 _QUALIFIERS = frozenset(
@@ -49,10 +29,11 @@ _SECRET_ENDINGS = ("password", "passwd", "passphrase", "sshpass")
 _SHORT_WORDS = frozenset({"auth", "pass", "pat", "pwd"})
 """Secret at the end of a name, after another word: `DB_PASS`, `REDISCLI_AUTH`; `PWD` is the working directory."""
 _HARMLESS_BEFORE = frozenset(
-    ["backward", "backwards", "each", "first", "forward", "last", "multi", "one", "per", "second", "single", "two"]
-) | {
-    *("by", "file", "glob", "name", "old", "path"),
-}
+    [
+        *("backward", "backwards", "each", "first", "forward", "last", "multi", "one", "per", "second", "single"),
+        *("two", "by", "file", "glob", "name", "old", "path"),
+    ]
+)
 """Words before those: `forward_pass`, `file_pat`."""
 _ENCODINGS = frozenset({"b64", "base64", "hex", "pem", "json", "value", "str"})
 """Words after a secret that do not change what it is: `TOKEN_B64`."""
