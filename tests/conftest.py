@@ -111,14 +111,34 @@ def registered_components(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def own_components(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Register those of `own_components`, and no others, for this test."""
-    from own_components import register_all
-
+def nothing_registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forget what other tests' modules have registered."""
     from stoker.models.config import extensions
 
     monkeypatch.setattr(extensions, "_registered", {kind: {} for kind in extensions.KINDS})
+
+
+@pytest.fixture
+def own_components(nothing_registered: None) -> None:
+    """Register those of `own_components`, and no others, for this test."""
+    from own_components import register_all
+
     register_all()
+
+
+@pytest.fixture
+def in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Work away from the checkout, whose conf would be found as the user's own."""
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def here(in_tmp_path: None, tmp_path: Path) -> Path:
+    """A folder with a tiny configuration of a sweep, the current one."""
+    from tiny_run import write_tiny_sweep
+
+    write_tiny_sweep(tmp_path, exp_manager__version="v")
+    return tmp_path
 
 
 @pytest.fixture

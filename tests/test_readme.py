@@ -10,7 +10,6 @@ from config_helpers import keep_last_overrides
 from hf_folders import letter_tokenizer, random_model, save
 from tiers import full_only, looped
 
-from stoker.models.config import extensions
 from stoker.trainer.cli.main import VERBS, main
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -132,9 +131,8 @@ def test_the_lines_of_docs_library_run(tmp_path, monkeypatch, capsys):
     assert names["restored"].tokenizer.decode(names["restored"].tokenizer.encode("def main(").tolist()) == "def main("
 
 
-def test_the_refusals_shown_are_the_real_ones(capsys, monkeypatch):
+def test_the_refusals_shown_are_the_real_ones(capsys, nothing_registered):
     """The block in the README is what the command prints, letter for letter."""
-    monkeypatch.setattr(extensions, "_registered", {kind: {} for kind in extensions.KINDS})  # of other tests' modules
     block = re.search(
         r"^\$ stoker (train model\.num_query_group.*?)^```", (ROOT / "README.md").read_text(), re.M | re.S
     )

@@ -6,7 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
-from distributed_runs import DistributedRuns, difference, tensors
+from distributed_runs import DistributedRuns, difference, step, tensors
+from run_metrics import exact_rows
 
 LIMIT = 1e-12
 
@@ -38,7 +39,6 @@ OTHERS = {
         "model__moe_shared_expert_intermediate_size": 40,
     },
 }
-CLOCKS = ("time", "step_seconds", "tokens_per_second", "memory_gib")
 
 
 @pytest.fixture(scope="module")
@@ -46,19 +46,10 @@ def runs(tmp_path_factory, forks):
     return DistributedRuns(tmp_path_factory.mktemp("runs"), forks)
 
 
-def step(directory: Path, number: int) -> Path:
-    return directory / "checkpoints" / f"step-{number}"
-
-
-def figures(directory: Path) -> list[dict[str, float]]:
-    lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-    return [{name: value for name, value in line.items() if name not in CLOCKS} for line in lines]
-
-
 def check_equal(directory: Path, alone: Path, last: int = 3) -> None:
     for kind in ("model", "optimizer"):
         assert difference(step(alone, last), step(directory, last), kind) <= LIMIT, kind
-    for mine, expected in zip(figures(directory), figures(alone), strict=True):
+    for mine, expected in zip(exact_rows(directory), exact_rows(alone), strict=True):
         assert mine == pytest.approx(expected, rel=1e-5)
     maps = [json.loads((run / "expert_load.json").read_text()) for run in (directory, alone)]
     assert maps[0] == maps[1]
@@ -66,7 +57,7 @@ def check_equal(directory: Path, alone: Path, last: int = 3) -> None:
 
 def test_the_comparison_is_not_empty(runs):
     alone = runs.run("alone", **MOE)
-    report = figures(alone)[0]
+    report = exact_rows(alone)[0]
     assert report["load_cv"] > 0.01
     assert {"moe/load_balancing_loss_layer_0", "moe/z_loss_layer_1"} <= report.keys()
     rows = json.loads((alone / "expert_load.json").read_text())["rows"]
@@ -98,7 +89,7 @@ def test_other_keys_equal_one_process(runs, kind, layout):
     directory = runs.run(f"{kind}-{layout}", 2, **changes, **LAYOUTS[layout])
     check_equal(directory, runs.run(f"{kind}-alone", **changes))
     if kind == "dropping":
-        assert figures(directory)[0]["dropped_fraction"] > 0.1
+        assert exact_rows(directory)[0]["dropped_fraction"] > 0.1
 
 
 def test_a_rank_without_experts_of_its_own_equals_one_process(runs):

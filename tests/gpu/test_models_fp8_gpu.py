@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tiny_run import final_hashes, tiny_config
+from run_metrics import logged
+from tiny_run import assert_resume_is_exact, tiny_config
 from torch import Tensor
 
 from stoker.kernels.attention.flags import AttentionFlags
@@ -44,16 +44,11 @@ def has(recipe: str) -> bool:
     return recipe != "blockwise" or torch.cuda.get_device_capability()[0] == 9
 
 
-def losses(directory: Path) -> list[float]:
-    rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-    return [row["loss"] for row in rows if "loss" in row]
-
-
 @pytest.fixture(scope="module")
 def in_bf16(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     directory = tmp_path_factory.mktemp("bf16")
     run_training(tiny_config(directory, **LLAMA))
-    return losses(directory)
+    return logged(directory, "loss")
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -64,7 +59,7 @@ def test_compiled_runs_with_cuda_graphs_are_near_bf16(tmp_path: Path, recipe: st
     graph = {"model__compile": True, "model__enable_cuda_graph": True}
     run_training(tiny_config(tmp_path, **LLAMA, **graph, model__fp8=True, model__fp8_recipe=recipe))
     assert "CUDA graph" in (tmp_path / "run.log").read_text()
-    found = losses(tmp_path)
+    found = logged(tmp_path, "loss")
     assert found == pytest.approx(in_bf16, rel=2e-2)
     assert found != in_bf16
 
@@ -76,7 +71,7 @@ def test_weights_kept_in_fp8_train_as_their_casts(tmp_path: Path, scheme: str | 
     settings, held = LLAMA | graph | {"model__fp8": True, "trainer__val_check_interval": 4}, []
     for name, kept in (("casts", False), ("kept", True)):
         run_training(tiny_config(tmp_path / name, **settings, model__fp8_params=kept))
-        held.append(losses(tmp_path / name))
+        held.append(logged(tmp_path / name, "loss"))
     assert held[0] == held[1]
     for kind in ("optimizer", "model" if scheme is None else "adapter"):
         names = (tmp_path / name / f"checkpoints/step-8/{kind}.safetensors" for name in ("casts", "kept"))
@@ -90,11 +85,7 @@ def test_train_2n_equals_train_n_resume_train_n(tmp_path: Path, recipe: str) -> 
         pytest.skip("tiles are multiplied on Hopper only")
     settings = LLAMA | {"model__fp8": True, "model__fp8_recipe": recipe, "model__compile": False}
     settings |= {"trainer__deterministic": True, "model__attention_backend": "triton"}
-    whole, halves = tmp_path / "whole", tmp_path / "halves"
-    run_training(tiny_config(whole, trainer__max_steps=8, **settings))
-    run_training(tiny_config(halves, trainer__max_steps=4, **settings))
-    run_training(tiny_config(halves, trainer__max_steps=8, **settings))
-    assert final_hashes(whole, 8) == final_hashes(halves, 8)
+    assert_resume_is_exact(tmp_path, 8, **settings)
 
 
 @pytest.mark.parametrize(

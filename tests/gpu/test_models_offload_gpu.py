@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import gc
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from run_metrics import logged
 from tiny_run import final_hashes, tiny_config
 
 from stoker.kernels.attention.flags import AttentionFlags
@@ -252,11 +252,6 @@ def _small_tensors_too(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(part.__init__.__kwdefaults__ or {}, "least_size", 1024)
 
 
-def losses(directory: Path) -> list[float]:
-    rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-    return [row["loss"] for row in rows if "loss" in row]
-
-
 @pytest.mark.usefixtures("_small_tensors_too")
 @pytest.mark.parametrize("more", [{}, {"exp_manager__ema": {"enable": True, "decay": 0.5}}], ids=["plain", "ema"])
 def test_a_run_is_the_same_with_and_without(tmp_path: Path, more: dict[str, Any]) -> None:
@@ -264,7 +259,7 @@ def test_a_run_is_the_same_with_and_without(tmp_path: Path, more: dict[str, Any]
     more = more | {"model__activations_checkpoint_modules": ["norm", "mlp_activation"]}  # as offloaded layers have it
     plain = run_training(tiny_config(tmp_path / "plain", **RUN, **more))
     ours = run_training(tiny_config(tmp_path / "ours", **RUN, **OFFLOADED, **more))
-    assert losses(plain.directory) == losses(ours.directory)
+    assert logged(plain.directory, "loss") == logged(ours.directory, "loss")
     assert final_hashes(plain.directory, 8) == final_hashes(ours.directory, 8)
     longer = {"trainer__max_steps": 12}
     on = run_training(tiny_config(tmp_path / "plain", **RUN, **OFFLOADED, **more, **longer))

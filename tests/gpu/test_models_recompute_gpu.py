@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from cuda_sync import forbid_device_sync
+from run_metrics import logged
 from tiny_run import tiny_document
 from torch import Tensor
 
@@ -163,7 +164,6 @@ def test_gpu_recorded_runs_end_in_the_same_bits(tmp_path: Any, mode: str) -> Non
             "global_batch_size": 4, "data": {"data_impl": "mock"}, "optim": {"lr": 1e-2}, "enable_cuda_graph": on,
         }  # fmt: skip
         result = run_training(RunConfig(RootBlock.model_validate(document), document=document))
-        lines = (result.directory / "metrics.jsonl").read_text().splitlines()
-        ends.append([line.split('"loss"')[1].split(",")[0] for line in lines if '"loss"' in line])
+        ends.append(logged(result.directory, "loss"))
     assert ends[0] == ends[1]
     assert len(ends[0]) > 2

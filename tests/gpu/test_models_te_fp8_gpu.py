@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from run_metrics import logged
 from safetensors.torch import load_file
 from test_models_fp8_gpu import (  # noqa: F401 -- a fixture
     FULL,
@@ -18,9 +19,8 @@ from test_models_fp8_gpu import (  # noqa: F401 -- a fixture
     gradients,
     has,
     in_bf16,
-    losses,
 )
-from tiny_run import final_hashes, tiny_config
+from tiny_run import assert_resume_is_exact, tiny_config
 from torch import Tensor
 
 from stoker.kernels.attention.inputs import AttentionInputs
@@ -180,7 +180,7 @@ def test_runs_with_attention_in_fp8_are_near_bf16(tmp_path: Path, recipe: str, c
     log = (tmp_path / "fp8" / "run.log").read_text()
     assert "linear layers and attention of 1 layer, through TransformerEngine" in log
     assert ("CUDA graph" in log) == ("model__compile" in changes)
-    found, wanted = losses(tmp_path / "fp8"), losses(tmp_path / "bf16")
+    found, wanted = logged(tmp_path / "fp8", "loss"), logged(tmp_path / "bf16", "loss")
     assert found == pytest.approx(wanted, rel=3e-2)
     assert found != wanted
 
@@ -190,11 +190,7 @@ def test_runs_with_attention_in_fp8_are_near_bf16(tmp_path: Path, recipe: str, c
 def test_attention_in_fp8_resumes(tmp_path: Path, changes: Any) -> None:
     """Bit for bit, with its scales."""
     settings = LLAMA | WIDE | TE | FP8_ATTENTION | {"model__compile": False, "trainer__deterministic": True} | changes
-    whole, halves = tmp_path / "whole", tmp_path / "halves"
-    run_training(tiny_config(whole, trainer__max_steps=8, **settings))
-    run_training(tiny_config(halves, trainer__max_steps=4, **settings))
-    run_training(tiny_config(halves, trainer__max_steps=8, **settings))
-    assert final_hashes(whole, 8) == final_hashes(halves, 8)
+    whole, halves = assert_resume_is_exact(tmp_path, 8, **settings)
     first, second = (load_file(each / "checkpoints" / "step-8" / "scales.safetensors") for each in (whole, halves))
     assert all(torch.equal(each, second[name]) for name, each in first.items())
     assert bool((first["decoder.layers.0.attention.scale"] != 1).all())
@@ -246,7 +242,7 @@ def test_runs_are_near_bf16(tmp_path: Path, recipe: str, changes: Any, in_bf16: 
     log = (tmp_path / "run.log").read_text()
     assert "through TransformerEngine" in log
     assert ("CUDA graph" in log) == ("model__compile" in changes)
-    found = losses(tmp_path)
+    found = logged(tmp_path, "loss")
     assert found == pytest.approx(in_bf16, rel=2e-2)
     assert found != in_bf16
 
@@ -255,11 +251,7 @@ def test_runs_are_near_bf16(tmp_path: Path, recipe: str, changes: Any, in_bf16: 
 def test_train_2n_equals_train_n_resume_train_n(tmp_path: Path, changes: Any) -> None:
     """Delayed scales and amaxes go on from the checkpoint."""
     settings = LLAMA | TE | {"model__attention_backend": "unfused", "model__compile": False} | changes
-    whole, halves = tmp_path / "whole", tmp_path / "halves"
-    run_training(tiny_config(whole, trainer__max_steps=8, **settings))
-    run_training(tiny_config(halves, trainer__max_steps=4, **settings))
-    run_training(tiny_config(halves, trainer__max_steps=8, **settings))
-    assert final_hashes(whole, 8) == final_hashes(halves, 8)
+    whole, halves = assert_resume_is_exact(tmp_path, 8, **settings)
     first, second = (load_file(each / "checkpoints" / "step-8" / "scales.safetensors") for each in (whole, halves))
     assert first.keys() == second.keys()
     assert all(torch.equal(each, second[name]) for name, each in first.items())
@@ -273,11 +265,7 @@ def test_runs_without_state_resume(tmp_path: Path, recipe: str) -> None:
     settings = (
         LLAMA | TE | {"model__fp8_recipe": recipe, "model__attention_backend": "unfused", "model__compile": False}
     )
-    whole, halves = tmp_path / "whole", tmp_path / "halves"
-    run_training(tiny_config(whole, trainer__max_steps=8, **settings))
-    run_training(tiny_config(halves, trainer__max_steps=4, **settings))
-    run_training(tiny_config(halves, trainer__max_steps=8, **settings))
-    assert final_hashes(whole, 8) == final_hashes(halves, 8)
+    assert_resume_is_exact(tmp_path, 8, **settings)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -303,6 +291,6 @@ def test_the_loss_is_that_of_bf16(tmp_path: Path) -> None:
     for name, changes in {"bf16": {}, **{name: TE | {"model__fp8_recipe": name} for name in RECIPES}}.items():
         if has(name):
             run_training(tiny_config(tmp_path / name, **settings, **changes))
-            found[name] = sum(losses(tmp_path / name)[-30:]) / 30
+            found[name] = sum(logged(tmp_path / name, "loss")[-30:]) / 30
     assert found["bf16"] < 4
     assert all(loss == pytest.approx(found["bf16"], rel=0.02) for loss in found.values()), found

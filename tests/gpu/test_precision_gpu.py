@@ -1,11 +1,10 @@
 """fp16 on a CUDA device: weights, autocast and loss scale, compiled and as CUDA graphs; an fp32 residual stream."""
 
-import json
-
 import pytest
 import torch
 from gpt_builder import build_gpt
-from tiny_run import final_hashes, tiny_config
+from run_metrics import metric_rows
+from tiny_run import assert_resume_is_exact, final_hashes, tiny_config
 
 from stoker.kernels.attention.flags import AttentionFlags
 from stoker.models.config.gpt import GPTKeys
@@ -37,7 +36,7 @@ PRECISIONS = ["16", "16-mixed", "16-true"]
 
 
 def figures(directory):
-    rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    rows = metric_rows(directory)
     return [
         [row.get(name) for name in ("loss", "grad_norm", "loss_scale", "skipped_steps")] for row in rows if "lr" in row
     ]
@@ -79,11 +78,7 @@ def test_resume_is_exact_while_the_scale_changes(tmp_path, precision):
         "model__attention_backend": "triton",
         "trainer__val_check_interval": 7,
     }
-    whole, halves = tmp_path / "whole", tmp_path / "halves"
-    run_training(tiny_config(whole, **changes))
-    run_training(tiny_config(halves, **(changes | {"trainer__max_steps": 7})))
-    run_training(tiny_config(halves, **changes))
-    assert final_hashes(whole, 14) == final_hashes(halves, 14)
+    whole, halves = assert_resume_is_exact(tmp_path, 14, **changes)
     assert figures(whole) == figures(halves)
     assert len({row[2] for row in figures(whole)}) > 3
 

@@ -1,9 +1,8 @@
 """Whole runs on a CUDA device: no host sync inside a step, exact resume, and the same training as on a CPU."""
 
-import json
-
 import pytest
-from tiny_run import final_hashes, tiny_config
+from run_metrics import logged
+from tiny_run import assert_resume_is_exact, tiny_config
 
 from stoker.trainer.train import run_training
 
@@ -30,11 +29,6 @@ EXPERTS = {
     "model__moe_z_loss_coeff": 1e-3,
 }
 PACKED = {"data_impl": "mock", "reset_position_ids": True, "reset_attention_mask": True}
-
-
-def losses(directory):
-    rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-    return [row["loss"] for row in rows if "loss" in row]
 
 
 @pytest.mark.parametrize("precision", ["bf16", "bf16-mixed", "bf16-true", "32"])
@@ -73,11 +67,7 @@ def test_a_step_with_experts_never_waits_for_the_device(tmp_path, steps_without_
 def test_train_2n_equals_train_n_resume_train_n(tmp_path, monkeypatch, precision):
     """Dropout on; bit for bit, with the attention held to kernels whose backward is deterministic."""
     settings = GPU | LLAMA | {"trainer__precision": precision, "model__attention_backend": "unfused"}
-    whole, halves = tmp_path / "whole", tmp_path / "halves"
-    run_training(tiny_config(whole, trainer__max_steps=8, **settings))
-    run_training(tiny_config(halves, trainer__max_steps=4, **settings))
-    run_training(tiny_config(halves, trainer__max_steps=8, **settings))
-    assert final_hashes(whole, 8) == final_hashes(halves, 8)
+    assert_resume_is_exact(tmp_path, 8, **settings)
 
 
 def assert_like_the_cpu(tmp_path, settings):
@@ -86,7 +76,7 @@ def assert_like_the_cpu(tmp_path, settings):
     run_training(tiny_config(cpu, **settings))
     run_training(tiny_config(fp32, **settings, **GPU, trainer__precision="32"))
     run_training(tiny_config(bf16, **settings, **GPU, trainer__precision="bf16"))
-    for on_cpu, in_fp32, in_bf16 in zip(losses(cpu), losses(fp32), losses(bf16), strict=True):
+    for on_cpu, in_fp32, in_bf16 in zip(logged(cpu, "loss"), logged(fp32, "loss"), logged(bf16, "loss"), strict=True):
         assert in_fp32 == pytest.approx(on_cpu, rel=1e-5)
         assert in_bf16 == pytest.approx(on_cpu, rel=5e-3)
 
@@ -110,5 +100,5 @@ def test_compiled_and_eager_layers_train_alike(tmp_path):
     eager = run_training(tiny_config(tmp_path / "eager", **settings, model__compile=False))
     assert compiled.model.compiled
     assert not eager.model.compiled
-    for ours, theirs in zip(losses(compiled.directory), losses(eager.directory), strict=True):
+    for ours, theirs in zip(logged(compiled.directory, "loss"), logged(eager.directory, "loss"), strict=True):
         assert ours == pytest.approx(theirs, rel=1e-5)

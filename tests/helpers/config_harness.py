@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from resolved import build_data, build_model
+from run_metrics import metric_rows
 from tiny_run import tiny_document
 
 from stoker.models.gpt import GPT
@@ -82,8 +82,7 @@ class ConfigHarness:
         return run_training(RunConfig(RootBlock.model_validate(document), document=document))
 
     def metrics(self, changes: Changes) -> list[dict[str, Any]]:
-        lines = (self.run(changes).directory / "metrics.jsonl").read_text().splitlines()
-        return [json.loads(line) for line in lines]
+        return metric_rows(self.run(changes).directory)
 
     def printed(self, changes: Changes) -> str:
         self.capsys.readouterr()

@@ -74,6 +74,11 @@ class DistributedRuns:
         return directory
 
 
+def step(directory: Path, number: int) -> Path:
+    """Return the checkpoint of a step."""
+    return directory / "checkpoints" / f"step-{number}"
+
+
 def records(directory: Path) -> list[dict[str, Any]]:
     """Return the record of each rank."""
     return [json.loads(path.read_text()) for path in sorted(directory.glob("rank-*.json"))]

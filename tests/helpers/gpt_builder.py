@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from stoker.kernels.attention.flags import AttentionFlags
 from stoker.models import build
@@ -13,6 +14,7 @@ from stoker.models.config.batch_shape import BatchSpec
 from stoker.models.config.families import FamilyKeys
 from stoker.models.config.gpt import GPTKeys
 from stoker.models.gpt import GPT
+from stoker.models.layer import Layer
 
 
 def build_model(keys: FamilyKeys, **arguments: Any) -> LanguageModel:
@@ -38,3 +40,13 @@ def build_gpt(
     model = build_model(keys, batch_spec=spec, **arguments)
     assert isinstance(model, GPT)
     return model
+
+
+def gradients_of(model: LanguageModel) -> dict[str, Tensor]:
+    """Return copies of the gradients by name of the parameter."""
+    return {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+
+def layers_of(model: GPT) -> list[Layer]:
+    """Return the layers of a GPT."""
+    return [layer for layer in model.decoder.layers if isinstance(layer, Layer)]

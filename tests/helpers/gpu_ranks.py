@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from run_metrics import metric_rows
 
 GRACE_SECONDS = 3.0
 """Time in which the others end after a rank has failed."""
@@ -128,8 +129,7 @@ def _errors(ranks: list[_Rank], job: Job, seconds: float) -> list[str]:
 
 def rows(directory: Path, *names: str) -> dict[tuple[int, str], float]:
     """Return these metrics of a run by (step, name)."""
-    lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-    return {(line["step"], name): line[name] for line in lines for name in names if name in line}
+    return {(row["step"], name): row[name] for row in metric_rows(directory) for name in names if name in row}
 
 
 def _tail(log: Path) -> str:

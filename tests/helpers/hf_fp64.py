@@ -92,3 +92,10 @@ def map_parameters(
     placed, unmatched = kind.weights.map_parameters(shapes, geometry)
     assert unmatched == []
     return {entry.parameter: entry.join([theirs[name] for name, _ in entry.hf_tensors], geometry) for entry in placed}
+
+
+def relative_difference(ours: Tensor, theirs: Tensor) -> float:
+    """Return the largest difference relative to the largest element of their tensor."""
+    assert ours.shape == theirs.shape
+    assert theirs.abs().max() > 0
+    return ((ours - theirs).abs().max() / theirs.abs().max()).item()

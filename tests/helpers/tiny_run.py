@@ -95,6 +95,21 @@ def final_hashes(directory: Path, step: int) -> dict[str, str]:
     return {name: manifest["files"][name]["sha256"] for name in ("model.safetensors", "optimizer.safetensors")}
 
 
+def assert_resume_is_exact(directory: Path, steps: int, **changes: Any) -> tuple[Path, Path]:
+    """Train at once and in two halves, of which the second resumes: weights and optimizer state must be the same bits.
+
+    Returns:
+        Both run directories.
+    """
+    from stoker.trainer.train import run_training
+
+    whole, halves = directory / "whole", directory / "halves"
+    for run, count in ((whole, steps), (halves, steps // 2), (halves, steps)):
+        assert run_training(tiny_config(run, **changes | {"trainer__max_steps": count})).step == count
+    assert final_hashes(whole, steps) == final_hashes(halves, steps)
+    return whole, halves
+
+
 # ---------------------------------------------------------------- fork, interrupt, wait
 
 

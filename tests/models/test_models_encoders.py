@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from attention_cases import attend
-from gpt_builder import build_model
+from gpt_builder import build_model, gradients_of
 from tiers import cases, extra, full_only, looped
 from torch import Tensor
 
@@ -69,10 +69,6 @@ def bert(form: BatchSpec, **keys: Any) -> BERT:
 
 def drawn(*shape: int, seed: int = 0) -> Tensor:
     return torch.randint(2, VOCAB, shape, generator=torch.Generator().manual_seed(seed))
-
-
-def gradients_of(model: T5 | BERT) -> dict[str, Tensor]:
-    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
 def assert_same_gradients(mine: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from gpt_builder import build_gpt
+from gpt_builder import build_gpt, gradients_of, layers_of
 from tiers import extra, full_only, looped
 from torch import Tensor
 
@@ -20,7 +20,6 @@ from stoker.models import lm_head as head_module
 from stoker.models.build import decide_compile
 from stoker.models.config.gpt import GPTKeys
 from stoker.models.gpt import GPT
-from stoker.models.layer import Layer
 from stoker.models.layers.context import LayerContext
 from stoker.models.layers.mlp import MLP
 
@@ -54,14 +53,6 @@ def tokens_and_labels(length: int = TOKENS) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, VOCAB, (3, length + 1), generator=generator)
     return tokens[:, :-1], tokens[:, 1:]
-
-
-def gradients_of(model: GPT) -> dict[str, Tensor]:
-    return {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
-
-
-def layers_of(model: GPT) -> list[Layer]:
-    return [layer for layer in model.decoder.layers if isinstance(layer, Layer)]
 
 
 # ---------------------------------------------------------------- initialisation

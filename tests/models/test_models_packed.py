@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from attention_cases import attend
-from gpt_builder import build_gpt
+from gpt_builder import build_gpt, gradients_of
 from hypothesis import given
 from hypothesis import strategies as st
 from tiers import cases, examples, extra, full_only, looped
@@ -84,10 +84,6 @@ def spans(documents: Tensor) -> list[tuple[int, int, int]]:
                 found.append((row, begin, place))
                 begin = place
     return found
-
-
-def gradients_of(model: GPT) -> dict[str, Tensor]:
-    return {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
 
 
 def alone(model: GPT, tokens: Tensor, row: int, begin: int, end: int, *, restart: bool) -> Tensor:

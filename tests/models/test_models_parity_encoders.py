@@ -11,7 +11,7 @@ import torch.nn.functional as F
 import transformers
 from config_helpers import load
 from gpt_builder import build_model
-from hf_fp64 import keep_input_dtype, map_parameters
+from hf_fp64 import keep_input_dtype, map_parameters, relative_difference
 from tiers import cases, extra
 from torch import Tensor, nn
 
@@ -105,12 +105,6 @@ def same_weights(case: Case, dtype: torch.dtype, *, padded: bool, std: float) ->
     return model
 
 
-def relative(ours: Tensor, theirs: Tensor) -> float:
-    assert ours.shape == theirs.shape
-    assert theirs.abs().max() > 0
-    return ((ours - theirs).abs().max() / theirs.abs().max()).item()
-
-
 def worst_difference(case: Case, dtype: torch.dtype, *, padded: bool, std: float = 0.3) -> float:
     reference: Any = case.reference
     reference.to(dtype)
@@ -140,12 +134,12 @@ def worst_difference(case: Case, dtype: torch.dtype, *, padded: bool, std: float
 
     logits = reference(**theirs).logits
     (F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / counted).backward()
-    errors = [relative(model(**ours)[..., :VOCAB], logits)]
+    errors = [relative_difference(model(**ours)[..., :VOCAB], logits)]
     model.batch_loss({**ours, "labels": labels}, counted).backward()
     for name, gradient in map_parameters(case.kind, model, case.reference, "grad").items():
         mine = model.get_parameter(name).grad
         assert mine is not None
-        errors.append(relative(mine, gradient))  # rows of padding have gradients of zero
+        errors.append(relative_difference(mine, gradient))  # rows of padding have gradients of zero
     return max(errors)
 
 

@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 import transformers
 from gpt_builder import build_gpt
-from hf_fp64 import keep_input_dtype, map_parameters
+from hf_fp64 import keep_input_dtype, map_parameters, relative_difference
 from tiers import cases
-from torch import Tensor, nn
+from torch import nn
 
 from stoker.models.config.gpt import GPTKeys
 from stoker.models.gpt import GPT
@@ -91,12 +91,6 @@ def same_weights(reference: nn.Module, ours: GPTKeys, kind: Architecture, dtype:
     return model
 
 
-def relative(ours: Tensor, theirs: Tensor) -> float:
-    assert ours.shape == theirs.shape
-    assert theirs.abs().max() > 0
-    return ((ours - theirs).abs().max() / theirs.abs().max()).item()
-
-
 def worst_difference(build: tuple[transformers.PreTrainedModel, GPTKeys, Architecture], dtype: torch.dtype) -> float:
     reference, ours, kind = build
     reference.type(dtype)
@@ -110,12 +104,12 @@ def worst_difference(build: tuple[transformers.PreTrainedModel, GPTKeys, Archite
 
     theirs = reference(tokens).logits
     (F.cross_entropy(theirs.flatten(0, 1), labels.flatten(), reduction="sum") / counted).backward()
-    errors = [relative(model(tokens)[..., :VOCAB], theirs)]
+    errors = [relative_difference(model(tokens)[..., :VOCAB], theirs)]
     model.loss(tokens, labels, counted).backward()
     for name, gradient in map_parameters(kind, model, reference, "grad").items():
         mine = model.get_parameter(name).grad
         assert mine is not None
-        errors.append(relative(mine, gradient))  # rows of padding have gradients of zero
+        errors.append(relative_difference(mine, gradient))  # rows of padding have gradients of zero
     return max(errors)
 
 

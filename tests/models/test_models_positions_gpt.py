@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from gpt_builder import build_gpt
+from gpt_builder import build_gpt, layers_of
 from tiers import cases, full_only
 from torch import Tensor
 
@@ -20,7 +20,6 @@ from stoker.kernels.relative_position_buckets import relative_buckets
 from stoker.models.config.gpt import GPTKeys, gpt_slice
 from stoker.models.dispatch.attention_calls import CallContext, attention_calls, choose_backends
 from stoker.models.gpt import GPT
-from stoker.models.layer import Layer
 from stoker.models.layers.attention_bias import Kerple, RelativeBias, Sandwich, alibi_slopes
 from stoker.models.layers.context import LayerContext
 from stoker.models.layers.mlp import MLP
@@ -54,10 +53,6 @@ def gpt(kind: str = "none", *, tokens: int = TOKENS, longest: int | None = None,
 
 def some_tokens(length: int) -> Tensor:
     return torch.randint(0, VOCAB, (2, length), generator=torch.Generator().manual_seed(length))
-
-
-def layers_of(model: GPT) -> list[Layer]:
-    return [layer for layer in model.decoder.layers if isinstance(layer, Layer)]
 
 
 CASES: Mapping[str, dict[str, Any]] = {**{kind: {"kind": kind} for kind in KINDS}, **OPTIONS}

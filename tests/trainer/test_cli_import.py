@@ -23,10 +23,9 @@ def samples(data, split, sequence_length, tokenizer, seed):
 
 
 @pytest.fixture
-def here(tmp_path, monkeypatch):
+def here(tmp_path, monkeypatch, nothing_registered):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setattr(extensions, "_registered", {kind: {} for kind in extensions.KINDS})
     known = set(sys.modules)
     yield tmp_path
     for name in set(sys.modules) - known:

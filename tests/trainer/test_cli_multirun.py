@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 from tiers import extra, full_only, looped
-from tiny_run import write_tiny_sweep
 
 from stoker.trainer.cli import multirun
 from stoker.trainer.config.sweep_overrides import Job, expand_jobs
@@ -81,14 +80,6 @@ def test_what_cannot_be_counted_out_is_refused_all_at_once():
 
 
 # ---------------------------------------------------------------- a sweep, with jobs that only pretend
-
-
-@pytest.fixture
-def here(tmp_path, monkeypatch):
-    """A folder with a tiny configuration, the current one."""
-    monkeypatch.chdir(tmp_path)
-    write_tiny_sweep(tmp_path, exp_manager__version="v")
-    return tmp_path
 
 
 class Starts:

@@ -20,14 +20,6 @@ SEARCH = ["hydra/sweeper=optuna", "hydra/sweeper/sampler=random", "hydra.sweeper
 LR = "model.optim.lr=interval(0.1,1.0)"
 
 
-@pytest.fixture
-def here(tmp_path, monkeypatch):
-    """A folder with a tiny configuration, the current one."""
-    monkeypatch.chdir(tmp_path)
-    write_tiny_sweep(tmp_path, exp_manager__version="v")
-    return tmp_path
-
-
 class Jobs:
     """Stands in for the processes of a job, whose best validation loss is that of `loss`, and the last one worse."""
 

@@ -16,14 +16,9 @@ from stoker.trainer.config.render import finding_lines
 from stoker.trainer.config.schema.root import T5ModelBlock
 from stoker.trainer.utils.errors import UserError
 
+pytestmark = pytest.mark.usefixtures("in_tmp_path")
 GROUPS = ("model", "data", "tokenizer", "optim", "peft", "trainer", "experiment")
 PRESETS = [(group, path.stem) for group in GROUPS for path in sorted((PACKAGED_CONF / group).glob("*.yaml"))]
-
-
-@pytest.fixture(autouse=True)
-def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Away from the checkout, whose conf would be found as the user's own."""
-    monkeypatch.chdir(tmp_path)
 
 
 def refusal(*overrides: str, name: str | None = None, directory: Path | None = None) -> str:
@@ -339,13 +334,12 @@ def test_unknown_names_in_a_defaults_list(tmp_path: Path) -> None:
     assert "defaults list" in refusal(name="e", directory=tmp_path)
 
 
-def test_unknown_primary_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_primary_file(tmp_path: Path) -> None:
     write(tmp_path, "mine", "name: x\n")
     (tmp_path / "old.yml").write_text("name: x\n")
     assert "did you mean mine?" in refusal(name="mien", directory=tmp_path)
     assert "rename old.yml" in refusal(name="old", directory=tmp_path)
     assert "no such folder" in refusal(directory=tmp_path / "nowhere")
-    monkeypatch.chdir(tmp_path)
     assert "mine.yaml exists: --config-dir . --config-name mine" in refusal(name="mine.yaml")
     write(tmp_path, "runs/small", "name: x\n")
     assert "--config-dir runs --config-name small" in refusal(name="runs/small.yaml")

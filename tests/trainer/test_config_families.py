@@ -17,6 +17,7 @@ from stoker.trainer.config.problems import ConfigError
 from stoker.trainer.config.schema.key_index import schema_blocks, schema_keys
 from stoker.trainer.config.schema.root import BertModelBlock, ModelBlock, RootBlock, T5ModelBlock
 
+pytestmark = pytest.mark.usefixtures("in_tmp_path")
 PRESETS = {"gpt": "gpt_tiny", "t5": "t5_tiny", "bert": "bert_tiny"}
 NEMO_T5 = """
 name: megatron_t5
@@ -70,11 +71,6 @@ model:
     use_flash_attention: false
   data: {data_impl: mock, dataset_type: t5}
 """
-
-
-@pytest.fixture(autouse=True)
-def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
 
 
 def nemo_t5(folder: Path, more: str = "") -> None:

@@ -15,12 +15,8 @@ from stoker.trainer.config.run_config import RunConfig
 from stoker.trainer.config.schema import hydra as schema
 from stoker.trainer.utils.errors import UserError
 
+pytestmark = pytest.mark.usefixtures("in_tmp_path")
 LOCAL, SLURM, OPTUNA = "hydra/launcher=submitit_local", "hydra/launcher=submitit_slurm", "hydra/sweeper=optuna"
-
-
-@pytest.fixture(autouse=True)
-def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
 
 
 def job(*overrides: str, number: int = 3, swept: tuple[str, ...] = (), name: str = "train") -> RunConfig:

@@ -12,7 +12,7 @@ from distributed_runs import DistributedRuns, difference, records, tensors
 from test_distributed_parity import LAYOUTS, NO_BIAS, check_equal, figures, step
 from test_distributed_tensor_parallel import CONTEXT, EXPERT, SEQUENCE, TENSOR
 from tiers import extra, full_only
-from tiny_run import final_hashes, tiny_config
+from tiny_run import assert_resume_is_exact, final_hashes, tiny_config
 
 from stoker.trainer.train import run_training
 
@@ -143,11 +143,7 @@ def test_delayed_scales_resume(runs: DistributedRuns) -> None:
 def test_train_2n_equals_train_n_resume_train_n(tmp_path: Path, recipe: str) -> None:
     """Current scaling has no state: nothing of fp8 is in a checkpoint."""
     settings = FP8 | {"model__fp8_recipe": recipe, "model__num_attention_heads": 2}
-    whole, halves = tmp_path / "whole", tmp_path / "halves"
-    run_training(tiny_config(whole, trainer__max_steps=4, **settings))
-    run_training(tiny_config(halves, trainer__max_steps=2, **settings))
-    run_training(tiny_config(halves, trainer__max_steps=4, **settings))
-    assert final_hashes(whole, 4) == final_hashes(halves, 4)
+    whole, _ = assert_resume_is_exact(tmp_path, 4, **settings)
     bf16 = tmp_path / "other"
     run_training(tiny_config(bf16, trainer__max_steps=4, **{**settings, "model__fp8": False}))
     assert final_hashes(whole, 4) != final_hashes(bf16, 4)

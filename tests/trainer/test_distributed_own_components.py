@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 from distributed_runs import DistributedRuns, difference, records
+from run_metrics import metric_rows
 from test_distributed_parity import FULL, LIMIT, UNTIED, figures, step
 from tiers import full_only
 
@@ -45,8 +44,7 @@ def runs(tmp_path_factory, forks):
 
 
 def measured(directory):
-    lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-    (found,) = [line for line in lines if "val_loss" in line]
+    (found,) = [row for row in metric_rows(directory) if "val_loss" in row]
     return found
 
 

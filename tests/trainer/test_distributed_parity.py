@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from distributed_runs import DistributedRuns, difference, records, samples_by_step
+from distributed_runs import DistributedRuns, difference, records, samples_by_step, step
+from run_metrics import logged, metric_rows
 from tiers import extra, full_only
 
 LIMIT = 1e-12
@@ -85,15 +86,10 @@ def runs(tmp_path_factory, forks):
     return DistributedRuns(tmp_path_factory.mktemp("runs"), forks)
 
 
-def step(directory: Path, number: int) -> Path:
-    return directory / "checkpoints" / f"step-{number}"
-
-
 def figures(directory: Path) -> list[dict[str, Any]]:
     """Return the lines of metrics.jsonl, without clocks and sizes."""
     kept = ("step", "loss", "grad_norm", "lr", "consumed_samples", "val_loss", "bits_per_byte", "skipped_steps")
-    lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-    return [{name: line[name] for name in kept if name in line} for line in lines]
+    return [{name: row[name] for name in kept if name in row} for row in metric_rows(directory)]
 
 
 def check_equal(directory: Path, alone: Path, last: int = 3, *, kinds=("model", "optimizer"), limit: float = LIMIT):
@@ -207,10 +203,7 @@ def test_a_checkpoint_holds_gathered_weights(runs):
 def test_callbacks_read_weights_that_are_gathered(runs):
     changes = ZERO1 | {"registers": "weight_reading_callback", "trainer__callbacks": ["reads_weights"]}
     found = [runs.run(f"callback-{n}", 2, **changes, **more) for n, more in enumerate((AT_ONCE, {}, OVERLAP))]
-    squares = [
-        [json.loads(line)["squares"] for line in (each / "metrics.jsonl").read_text().splitlines() if "squares" in line]
-        for each in found
-    ]
+    squares = [logged(each, "squares") for each in found]
     assert len(squares[0]) == 3
     assert squares[2] == squares[1] == squares[0]
     warned = [

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import zlib
 from pathlib import Path
 from typing import Any
 
 import pytest
 from distributed_runs import DistributedRuns
+from run_metrics import metric_rows
 from test_distributed_parity import EMA, LAYOUTS, NO_BIAS, OPTIMIZERS, RAMP_UP, T5, check_equal
 from test_distributed_tensor_parallel import CONTEXT, EXPERT, MOE, SEQUENCE
 from tiers import full_only
@@ -67,8 +67,7 @@ def test_copy_engines_gather_the_weights_of_stages(runs, layout, pipeline):
 def expert_load(directory: Path) -> list[dict[str, float]]:
     """Return what metrics.jsonl says about the experts of all layers."""
     names = ("load_balancing_loss", "z_loss", "load_cv", "expert_share_min", "expert_share_max", "router_entropy")
-    lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-    return [{name: line[name] for name in names if name in line} for line in lines]
+    return [{name: row[name] for name in names if name in row} for row in metric_rows(directory)]
 
 
 @full_only

@@ -9,13 +9,12 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
+from run_metrics import logged
 from safetensors.torch import load_file
 from tiers import cases
 
-from stoker.models.config import extensions
 from stoker.trainer.cli.main import main
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -29,12 +28,13 @@ SHRINK = (
 
 
 @pytest.fixture
-def folder(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def folder(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nothing_registered: None
+) -> Iterator[Path]:
     """A copy of an example, as the working directory; nothing is registered."""
     shutil.copytree(request.param, tmp_path / "example")
     monkeypatch.chdir(tmp_path / "example")
     monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setattr(extensions, "_registered", {kind: {} for kind in extensions.KINDS})
     known = set(sys.modules)
     yield tmp_path / "example"
     for name in set(sys.modules) - known:
@@ -65,11 +65,6 @@ def test_every_command_runs(folder: Path, request: pytest.FixtureRequest, capsys
         CLAIMS[kind](folder, outputs)
 
 
-def logged(folder: Path, name: str) -> list[Any]:
-    lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
-    return [line[name] for line in lines if name in line]
-
-
 def sources(folder: Path, step: int = 4) -> dict[str, str]:
     return json.loads((folder / "run" / "checkpoints" / f"step-{step}" / "state.json").read_text())["components"]
 
@@ -91,13 +86,13 @@ def of_tokenizer(folder: Path, outputs: list[str]) -> None:
 def of_loss(folder: Path, outputs: list[str]) -> None:
     assert sources(folder) == {"model.loss": "focal:focal"}
     # at the first step all tokens are about equally probable: (1 - 1/V)^2 of the cross-entropy
-    assert logged(folder, "loss")[0] < logged(folder, "val_loss")[0] + 0.2
-    assert logged(folder, "loss")[-1] < logged(folder, "loss")[0]
+    assert logged(folder / "run", "loss")[0] < logged(folder / "run", "val_loss")[0] + 0.2
+    assert logged(folder / "run", "loss")[-1] < logged(folder / "run", "loss")[0]
 
 
 def of_metric(folder: Path, outputs: list[str]) -> None:
     assert sources(folder) == {"trainer.validation_metrics.top5": "top5:top5"}
-    values = logged(folder, "val_top5")
+    values = logged(folder / "run", "val_top5")
     assert len(values) == 2
     assert all(0 <= value <= 1 for value in values)
     state = json.loads((folder / "run" / "checkpoints" / "step-4" / "state.json").read_text())
@@ -113,7 +108,7 @@ def of_optimizer(folder: Path, outputs: list[str]) -> None:
 
 
 def of_schedule(folder: Path, outputs: list[str]) -> None:
-    rates = logged(folder, "lr")
+    rates = logged(folder / "run", "lr")
     assert rates == pytest.approx([4e-5, (4e-5 + 1e-3) / 2, 1e-3, 1e-3 * 0.55])
     assert "one_cycle" in outputs[1]
 

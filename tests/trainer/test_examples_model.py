@@ -12,6 +12,7 @@ import pytest
 import torch
 from gpt_builder import build_gpt
 from hf_folders import random_model, save
+from run_metrics import logged
 from safetensors.torch import load_file
 from tiers import extra, full_only
 from torch import Tensor
@@ -59,10 +60,9 @@ def run(verb: str, *arguments: str, **keys: Any) -> int:
 def train(name: str, keys: dict[str, Any]) -> tuple[dict[str, Tensor], list[float]]:
     """Return the weights after three steps, and the losses of all steps and of the validation."""
     assert run("train", **{**SMALL, **keys, "exp_manager.explicit_log_dir": name}) == 0
-    rows = [json.loads(line) for line in Path(name, "metrics.jsonl").read_text().splitlines()]
     (saved,) = (path for path in Path(name, "checkpoints/step-3").glob("*.safetensors") if path.stem != "optimizer")
     weights = load_file(saved)
-    return weights, [value for row in rows for key, value in row.items() if key in ("loss", "val_loss", "grad_norm")]
+    return weights, logged(Path(name), "loss", "val_loss", "grad_norm")
 
 
 @pytest.mark.parametrize(

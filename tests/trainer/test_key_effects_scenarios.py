@@ -53,6 +53,7 @@ from key_observables import (
 )
 from pytorch_lightning.loggers.logger import DummyLogger
 from resolved import build_data
+from run_metrics import metric_rows
 
 from stoker.kernels.attention.flags import AttentionFlags
 from stoker.models import build
@@ -407,8 +408,7 @@ def runs_go_on(harness: ConfigHarness) -> None:
     assert find_checkpoint(first.directory)[0].state.step == 2
 
     def steps(changes: Changes, directory: Path | None = None) -> list[int]:
-        directory = harness.run(changes, directory).directory
-        return [json.loads(line)["step"] for line in (directory / "metrics.jsonl").read_text().splitlines()]
+        return [row["step"] for row in metric_rows(harness.run(changes, directory).directory)]
 
     assert steps({}) == [1, 2, 3, 4]
     assert steps({MANAGER + "resume_from_checkpoint": str(first.directory)}) == [3, 4]

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from config_helpers import write
+from run_metrics import metric_rows
 from tiers import cases, full_only
 
 from stoker.trainer.cli.main import main
@@ -347,7 +348,7 @@ def test_the_file_trains_when_shrunk(name: str, tmp_path: Path) -> None:
     assert done.returncode == EXIT_OK, done.stderr
     run = tmp_path / name / "results"
     assert len(json.loads((run / "environment.json").read_text())["processes"]) == processes
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    lines = metric_rows(run)
     losses = [line.get("loss", line.get("val_loss")) for line in lines]  # of three steps and a validation
     assert losses == pytest.approx([math.log(512)] * 4, abs=0.1)
     assert (run / "checkpoints" / "step-3").is_dir()

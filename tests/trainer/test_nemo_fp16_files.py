@@ -1,10 +1,10 @@
 """Files with the keys and values of NeMo's stock files in fp16 load without a word about precision, and train."""
 
-import json
 from pathlib import Path
 
 import pytest
 from config_helpers import write
+from run_metrics import metric_rows
 from tiers import full_only
 
 from stoker.trainer.cli.main import main
@@ -69,6 +69,6 @@ def test_three_steps(family: str, precision: str, o2: bool, tmp_path: Path, caps
     for key in ("apply_query", "native_amp", "hysteresis", "fp16_lm", "fp32_residual"):
         told = [line for line in (said.out + said.err).splitlines() if key in line]
         assert not told or (family == "t5" and o2 and key == "fp32_residual"), told
-    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    rows = metric_rows(tmp_path / "run")
     steps = [(row["loss_scale"], row["skipped_steps"]) for row in rows if "lr" in row]
     assert steps == [(1024, 0)] * 3

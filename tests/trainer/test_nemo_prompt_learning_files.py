@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from config_helpers import write
+from run_metrics import metric_rows
 from tiers import full_only
 
 from stoker.trainer.cli.main import main
@@ -78,8 +79,7 @@ def test_three_steps(family: str, replaced: dict[str, str], tmp_path: Path, caps
             words += [word for word in shlex.split(fix) if word not in words]
     else:
         pytest.fail("the advice does not end")
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in rows if "lr" in row][-1] == 3
+    assert [row["step"] for row in metric_rows(run) if "lr" in row][-1] == 3
     warnings = capsys.readouterr().err
     assert "prompt_template" not in warnings
     assert "ptuning" in (run / "run.log").read_text()

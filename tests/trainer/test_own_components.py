@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from config_helpers import load, problems
 from resolved import build_data
+from run_metrics import metric_rows
 from safetensors.torch import load_file
 from tiers import extra, looped
 from tiny_run import final_hashes, tiny_config, tiny_document
@@ -32,13 +33,8 @@ from stoker.trainer.optim.own_optimizer import OwnOptimizer
 from stoker.trainer.train import TrainingResult, run_training
 from stoker.trainer.utils.errors import UserError
 
+pytestmark = pytest.mark.usefixtures("nothing_registered")
 IGNORED = -100
-
-
-@pytest.fixture(autouse=True)
-def registry(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is registered."""
-    monkeypatch.setattr(extensions, "_registered", {kind: {} for kind in extensions.KINDS})
 
 
 # ---------------------------------------------------------------- names
@@ -449,8 +445,7 @@ def test_a_loss_of_all_logits_is_the_built_in_one_for_every_family(tmp_path: Pat
             short = {"trainer__max_steps": 2, "trainer__precision": 64, "trainer__limit_val_batches": 0}
             changes = {**short, **families[family], "trainer__log_every_n_steps": 1, "model__loss": loss}
             run_training(tiny_config(directory, **changes))
-            lines = map(json.loads, (directory / "metrics.jsonl").read_text().splitlines())
-            losses[directory.name] = [line[name] for line in lines for name in ("loss", "grad_norm")]
+            losses[directory.name] = [row[name] for row in metric_rows(directory) for name in ("loss", "grad_norm")]
         assert losses[f"{family}-entropy"] == pytest.approx(losses[f"{family}-None"], rel=1e-6), family
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from cuda_sync import forbid_device_sync
+from run_metrics import exact_rows
 from tiny_run import EAGER_ON_GPU, final_hashes, tiny_config
 
 from stoker.models.gpt import GPT
@@ -36,7 +36,6 @@ EXPERTS: dict[str, Any] = {
     "exp_manager__checkpoint_callback_params": {"every_n_train_steps": 3, "save_top_k": -1},
 }
 EVERY_STEP: dict[str, Any] = {"trainer__log_every_n_steps": 1}
-CLOCKS = ("time", "step_seconds", "tokens_per_second", "memory_gib", "mfu")
 
 
 @pytest.fixture(autouse=True)
@@ -72,11 +71,6 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(RunLogger, "log_step", reported)
     monkeypatch.setattr(RunLogger, "log_validation", validated)
     return found
-
-
-def lines(directory: Path) -> list[dict[str, float]]:
-    kept = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-    return [{name: value for name, value in line.items() if name not in CLOCKS} for line in kept]
 
 
 def states(directory: Path) -> list[LoopState]:
@@ -121,13 +115,13 @@ def test_figures_and_checkpoints_are_those_of_reports_at_once(tmp_path: Path, mo
     run_training(tiny_config(tmp_path / "at once", **settings))
     monkeypatch.setattr(train_loop, "is_async", lambda device: True)
     run_training(tiny_config(tmp_path / "late", **settings))
-    assert lines(tmp_path / "late") == lines(tmp_path / "at once")
+    assert exact_rows(tmp_path / "late") == exact_rows(tmp_path / "at once")
     assert states(tmp_path / "late") == states(tmp_path / "at once")
     maps = [(tmp_path / name / "expert_load.json").read_text() for name in ("late", "at once")]
     assert maps[0] == maps[1]
     for steps in (3, 6):
         run_training(tiny_config(tmp_path / "cut", **settings | {"trainer__max_steps": steps}))
-    whole, cut = ({(line["step"], *line): line for line in lines(tmp_path / name)} for name in ("late", "cut"))
+    whole, cut = ({(line["step"], *line): line for line in exact_rows(tmp_path / name)} for name in ("late", "cut"))
     assert whole.items() <= cut.items()  # a process reports its first step too
     assert final_hashes(tmp_path / "cut", 6) == final_hashes(tmp_path / "late", 6)
 
@@ -139,7 +133,7 @@ def test_a_stop_in_the_next_step_loses_no_line(
     result = run_training(tiny_config(tmp_path, **EVERY_STEP))
     assert (result.step, result.exit_code) == (3, EXIT_TERMINATED)
     assert told == ["step 1", "line 1", "step 2", "step 3", "line 2", "line 3"]
-    assert find_checkpoint(tmp_path)[0].state.loop.recent_losses == tuple(row["loss"] for row in lines(tmp_path))
+    assert find_checkpoint(tmp_path)[0].state.loop.recent_losses == tuple(row["loss"] for row in exact_rows(tmp_path))
 
 
 def test_a_line_is_told_though_the_next_step_fails(
@@ -400,5 +394,5 @@ def test_a_report_begins_without_a_wait_and_says_the_same(
     assert told.index("step 3") < told.index("line 2") < told.index("step 4")
     monkeypatch.setattr(train_loop, "is_async", lambda device: False)
     run_training(tiny_config(tmp_path / "at once", **settings))
-    assert lines(tmp_path / "late") == lines(tmp_path / "at once")
+    assert exact_rows(tmp_path / "late") == exact_rows(tmp_path / "at once")
     assert states(tmp_path / "late") == states(tmp_path / "at once")

@@ -11,6 +11,7 @@ import pytest
 import torch
 from resolved import batch_spec, build_data
 from resolved import build_model as build_model_of_run
+from run_metrics import metric_rows
 from tiers import extra
 from tiny_run import final_hashes, tiny_config
 from torch.utils.flop_counter import FlopCounterMode
@@ -75,10 +76,6 @@ def config(directory: Path, case: str, text: Path, **changes: Any) -> RunConfig:
     return tiny_config(directory, model=model | {"data": source}, **changes)
 
 
-def lines(directory: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-
-
 @pytest.mark.parametrize("case", ["t5 packed", *extra(*(case for case in CASES if case != "t5 packed"))])
 def test_a_resumed_run_ends_as_the_unbroken_one(case: str, tmp_path: Path, text: Path) -> None:
     changes = {"exp_manager__ema": {"enable": True, "decay": 0.9}}
@@ -89,7 +86,7 @@ def test_a_resumed_run_ends_as_the_unbroken_one(case: str, tmp_path: Path, text:
     assert parts_of_it.step == 8
     assert final_hashes(tmp_path / "whole", 8) == final_hashes(tmp_path / "parts", 8)
     assert whole.validation is not None
-    figures = [line for line in lines(tmp_path / "whole") if "loss" in line]
+    figures = [line for line in metric_rows(tmp_path / "whole") if "loss" in line]
     assert all(0 < line["loss"] < 10 for line in figures)
     restored = load_model(tmp_path / "whole", "cpu")
     assert type(restored.model) is type(whole.model)
@@ -107,7 +104,7 @@ def test_accumulation_changes_nothing(case: str, tmp_path: Path, text: Path) -> 
         model |= {stack: model[stack] | without for stack in stacks} or without
         result = run_training(tiny_config(tmp_path / str(size), model=model, **exact))
         assert result.validation is not None
-        losses.append([line["loss"] for line in lines(tmp_path / str(size)) if "loss" in line])
+        losses.append([line["loss"] for line in metric_rows(tmp_path / str(size)) if "loss" in line])
         losses[-1].append(result.validation.loss)
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from distributed_runs import Planted, difference
+from run_metrics import metric_rows
 from tiers import TIER, extra
 from tiny_run import tiny_config
 
@@ -137,8 +138,7 @@ FP16 = {
 
 
 def steps_of(directory):
-    rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-    return [row for row in rows if "lr" in row]
+    return [row for row in metric_rows(directory) if "lr" in row]
 
 
 @pytest.mark.parametrize("precision", ["16", *extra("16-mixed", "16-true")])

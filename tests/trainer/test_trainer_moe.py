@@ -12,9 +12,11 @@ import pytest
 import pytorch_lightning as pl
 import torch
 from gpt_builder import build_gpt
+from run_metrics import exact_rows
 from tiers import cases, extra, full_only
 from tiny_run import EAGER_ON_GPU, final_hashes, tiny_config
 from torch import nn
+from uneven_samples import UnevenSamples
 
 from stoker.kernels.attention.flags import AttentionFlags
 from stoker.models.config.gpt import GPTKeys
@@ -27,7 +29,6 @@ from stoker.trainer.config.run_precision import RunPrecision
 from stoker.trainer.conversion.load_model import load_model
 from stoker.trainer.data.batch_sampler import BatchSchedule, BatchSizeRampUp, RankBatchSampler
 from stoker.trainer.data.dataloader import PrefetchingDataLoader
-from stoker.trainer.data.datasets.samples import Batch, MockSamples
 from stoker.trainer.distributed.process_group import DistributedContext
 from stoker.trainer.lightning.expert_balance import ExpertBalancer
 from stoker.trainer.lightning.lightning_module import LanguageModule
@@ -60,21 +61,6 @@ BIAS = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias":
 
 class Silent(pl.Callback):
     pass
-
-
-class UnevenSamples:
-    """Random tokens of which sample i has about i targets: the micro batches weigh differently in the LM loss."""
-
-    sequence_length, samples = 16, 1000
-
-    def __init__(self):
-        self.inner = MockSamples(100, 16, seed=3, samples=1000)
-
-    def batch(self, first, count):
-        tokens, labels, *_ = self.inner.batch(first, count)
-        for row in range(count):
-            labels[row, (first + row) % 16 + 1 :] = -100
-        return Batch(tokens, labels)
 
 
 def model_of(micro_batch_size, **changes):
@@ -337,12 +323,6 @@ MOE = {
 }
 
 
-def lines(directory):
-    kept = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-    clocks = ("time", "step_seconds", "tokens_per_second", "memory_gib", "mfu")
-    return [{name: value for name, value in line.items() if name not in clocks} for line in kept]
-
-
 @pytest.fixture(scope="module")
 def unbroken(tmp_path_factory):
     directory = tmp_path_factory.mktemp("moe") / "unbroken"
@@ -365,7 +345,7 @@ def test_a_resumed_run_is_bit_exact(unbroken, tmp_path, stopped):
     assert ours == theirs
     assert set(ours) == {"model.safetensors", "optimizer.safetensors", "ema.safetensors"}
     assert final_hashes(directory, 6) == final_hashes(unbroken, 6)
-    ours, theirs = ([line for line in lines(run) if line["step"] > stopped] for run in (directory, unbroken))
+    ours, theirs = ([line for line in exact_rows(run) if line["step"] > stopped] for run in (directory, unbroken))
     assert ours == [pytest.approx(line, rel=1e-6) for line in theirs]  # the fp32 sums of the load begin anew
     assert [line["loss"] for line in ours if "loss" in line] == [line["loss"] for line in theirs if "loss" in line]
     maps = [json.loads((run / "expert_load.json").read_text()) for run in (directory, unbroken)]
@@ -385,7 +365,7 @@ def test_biases_are_in_the_weights_and_nowhere_else(unbroken):
 
 
 def test_figures_reach_metrics_and_loggers(unbroken):
-    report = next(line for line in lines(unbroken) if line["step"] == 8)
+    report = next(line for line in exact_rows(unbroken) if line["step"] == 8)
     assert {"load_balancing_loss", "z_loss", "load_cv", "dropped_fraction", "router_entropy"} <= report.keys()
     assert not any(name.startswith("moe/") for name in report), "nobody asked for every layer"
     assert "load_cv" in (unbroken / "metrics.csv").read_text().partition("\n")[0]
@@ -393,7 +373,7 @@ def test_figures_reach_metrics_and_loggers(unbroken):
 
 def test_a_dense_model_has_no_figures_of_experts(tmp_path, capsys):
     run_training(tiny_config(tmp_path, trainer__max_steps=2, exp_manager__create_checkpoint_callback=False))
-    assert not any("load" in name or "router" in name for line in lines(tmp_path) for name in line)
+    assert not any("load" in name or "router" in name for line in exact_rows(tmp_path) for name in line)
     assert not list(tmp_path.glob("expert_load*"))
     assert "CV" not in capsys.readouterr().out
 
@@ -424,7 +404,7 @@ def test_a_t5_tells_its_stacks_apart(tmp_path, capsys):
     assert "  load CV  " in said
     assert "experts of the encoder 4, 1 for each token, in 1 of 2 layers; balancing sinkhorn" in said
     assert "experts of the decoder 2, 1 for each token, in 1 of 2 layers; balancing sinkhorn" in said
-    report = lines(tmp_path)[-2]
+    report = exact_rows(tmp_path)[-2]
     assert {"moe/z_loss_encoder_layer_1", "moe/z_loss_decoder_layer_1"} <= report.keys()
     assert sum("moe/z_loss" in name for name in report) == 2
     document = json.loads((tmp_path / "expert_load.json").read_text())
@@ -449,7 +429,7 @@ def test_a_checkpoint_answers_with_its_bias(unbroken):
 def test_compiled_layers_count_as_plain_ones(unbroken, tmp_path):
     run_training(tiny_config(tmp_path, **{**MOE, "model__compile": True}))
     ours, theirs = (
-        [line["load_balancing_loss"] for line in lines(run) if "load_cv" in line] for run in (tmp_path, unbroken)
+        [line["load_balancing_loss"] for line in exact_rows(run) if "load_cv" in line] for run in (tmp_path, unbroken)
     )
     assert ours == pytest.approx(theirs, rel=0.05)  # compiled code draws other dropout masks and jitter
     maps = [json.loads((run / "expert_load.json").read_text())["rows"] for run in (tmp_path, unbroken)]
@@ -479,5 +459,5 @@ def test_recorded_micro_batches_count_and_balance_as_plain_ones(tmp_path, global
             "model__enable_cuda_graph": recorded,
         }
         run_training(tiny_config(directory, **{**MOE, **EAGER_ON_GPU, **changes}))
-        runs.append((final_hashes(directory, 6), lines(directory)))
+        runs.append((final_hashes(directory, 6), exact_rows(directory)))
     assert runs[0] == runs[1]

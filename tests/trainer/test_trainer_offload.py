@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ import pytest
 from deferred_copies import install
 from distributed_runs import DistributedRuns, difference
 from fork_server import ForkServer
+from run_metrics import logged
 from tiers import extra, full_only
 from tiny_run import final_hashes, tiny_config
 
@@ -26,11 +26,6 @@ RUN: dict[str, Any] = {
 OFFLOADS = {"model__cpu_offloading": True, "model__cpu_offloading_num_layers": 2}
 
 
-def losses(directory: Path) -> list[float]:
-    rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-    return [row[name] for row in rows for name in ("loss", "val_loss") if name in row]
-
-
 @pytest.mark.parametrize("precision", ["32", *extra("bf16")])
 def test_a_run_is_the_same_with_and_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precision: str) -> None:
     """Several micro batches, an average of the weights, validations and checkpoints, and both ways to go on."""
@@ -39,7 +34,7 @@ def test_a_run_is_the_same_with_and_without(tmp_path: Path, monkeypatch: pytest.
     install(monkeypatch)
     ours = run_training(tiny_config(tmp_path / "ours", **changes, **OFFLOADS))
     assert find_weight_offloads(ours.model)
-    assert losses(tmp_path / "plain") == losses(tmp_path / "ours")
+    assert logged(tmp_path / "plain", "loss", "val_loss") == logged(tmp_path / "ours", "loss", "val_loss")
     assert final_hashes(tmp_path / "plain", 8) == final_hashes(tmp_path / "ours", 8)
     longer = {"trainer__max_steps": 10}
     run_training(tiny_config(tmp_path / "plain", **changes, **OFFLOADS, **longer))

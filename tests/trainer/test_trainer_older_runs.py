@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from run_metrics import metric_rows
 
 from stoker.trainer.checkpoint.reader import find_checkpoint
 from stoker.trainer.cli.main import main
@@ -35,7 +36,7 @@ def test_resumes(run: Path) -> None:
     document = json.loads((run / "config.resolved.json").read_text())
     document["trainer"]["max_steps"] = 4
     assert run_training(config_from_document(document)).step == 4
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    lines = metric_rows(run)
     losses = {str(line["step"]): line["loss"] for line in lines if "loss" in line}
     assert list(losses) == ["1", "2", "3", "4"]  # from the checkpoint, not from the start
     assert {step: losses[step] for step in EXPECTED["losses"]} == pytest.approx(EXPECTED["losses"], rel=1e-6)

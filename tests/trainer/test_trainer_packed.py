@@ -16,8 +16,9 @@ from distributed_runs import DistributedRuns, difference, records
 from fork_server import ForkServer
 from gpt_builder import build_gpt
 from resolved import build_data, check_memory
+from run_metrics import logged
 from tiers import extra, full_only
-from tiny_run import tiny_config
+from tiny_run import assert_resume_is_exact, tiny_config
 
 from stoker.kernels.attention.flags import AttentionFlags
 from stoker.kernels.attention.packed_sequences import PackedSequences
@@ -56,11 +57,6 @@ def data_of(texts: Path, **keys: bool) -> dict[str, Any]:
     return {"data_impl": "text", "path": str(texts), "splits_string": "8,1,1", **keys}
 
 
-def losses(directory: Path, name: str = "loss") -> list[float]:
-    lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-    return [line[name] for line in lines if name in line]
-
-
 def evaluated(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
     parser = argparse.ArgumentParser()
     evaluate.add_arguments(parser)
@@ -96,7 +92,7 @@ def test_a_run_trains_validates_and_is_evaluated_packed(
     plain = run_training(tiny_config(tmp_path / "plain", model__data=data_of(texts), **settings))
     assert "(packed)" not in capsys.readouterr().out
     assert planned == [True, False], "what cannot run is found before anything is written"
-    assert losses(packed.directory) != pytest.approx(losses(plain.directory), rel=1e-4)
+    assert logged(packed.directory, "loss") != pytest.approx(logged(plain.directory, "loss"), rel=1e-4)
     assert any(numbers.max() > 0 for numbers in seen)
     assert packed.validation is not None
 
@@ -116,17 +112,13 @@ def test_keys_act_each_on_its_own(tmp_path: Path, texts: Path) -> None:
     found: list[list[float]] = []
     for number, keys in enumerate(({}, {"reset_position_ids": True}, {"reset_attention_mask": True}, BOTH)):
         config = tiny_config(tmp_path / str(number), trainer__max_steps=3, model__data=data_of(texts, **keys))
-        found.append(losses(run_training(config).directory) + losses(tmp_path / str(number), "val_loss"))
+        found.append(logged(run_training(config).directory, "loss") + logged(tmp_path / str(number), "val_loss"))
     assert len({json.dumps(figures) for figures in found}) == 4
 
 
 def test_resume_is_exact_with_dropout(tmp_path: Path, texts: Path) -> None:
     settings = {"model__data": data_of(texts, **BOTH), "trainer__val_check_interval": 2}
-    whole = run_training(tiny_config(tmp_path / "whole", trainer__max_steps=4, **settings))
-    run_training(tiny_config(tmp_path / "halves", trainer__max_steps=2, **settings))
-    halves = run_training(tiny_config(tmp_path / "halves", trainer__max_steps=4, **settings))
-    for ours, expected in zip(halves.model.parameters(), whole.model.parameters(), strict=True):
-        assert torch.equal(ours, expected)
+    assert_resume_is_exact(tmp_path, 4, **settings)
 
 
 @full_only

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from run_metrics import metric_rows
 from tiers import full_only
 from tiny_run import tiny_config, tiny_document
 from torch.autograd import DeviceType  # pyright: ignore[reportPrivateImportUsage]
@@ -180,8 +181,7 @@ def test_writing_a_profile_is_no_part_of_a_step(tmp_path, monkeypatch):
         monkeypatch.setattr(TraceProfiler, name, lambda *a, real=real: (late.append(late.pop() + 3600), real(*a)))
     settings = {"trainer__profiler": "pytorch", "trainer__profile_steps": [3, 4], "trainer__log_every_n_steps": 1}
     run_training(tiny_config(tmp_path, **settings))
-    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    times = {line["step"]: line["step_seconds"] for line in lines if "step_seconds" in line}
+    times = {row["step"]: row["step_seconds"] for row in metric_rows(tmp_path) if "step_seconds" in row}
     assert {3, 4, 5} < times.keys()
     assert max(times.values()) < 3000
     assert late == [7200]

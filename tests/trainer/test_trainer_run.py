@@ -5,33 +5,23 @@ from pathlib import Path
 
 import pytest
 import torch
+from run_metrics import metric_rows
 from tiers import extra, full_only
-from tiny_run import final_hashes, tiny_config
+from tiny_run import assert_resume_is_exact, final_hashes, tiny_config
 
 from stoker.trainer.checkpoint.reader import find_checkpoint
 from stoker.trainer.train import run_training
 from stoker.trainer.utils.errors import EXIT_INTERRUPTED, EXIT_IO, EXIT_OK, EXIT_TERMINATED, UserError
-
-
-def lines(directory):
-    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-
 
 # ---------------------------------------------------------------- resume
 
 
 @pytest.mark.parametrize("precision", ["bf16", *extra("32")])
 def test_train_2n_equals_train_n_resume_train_n(tmp_path, precision):
-    settings = {"trainer__precision": precision}
-    whole, halves = tmp_path / "whole", tmp_path / "halves"
-    run_training(tiny_config(whole, trainer__max_steps=8, **settings))
-    first = run_training(tiny_config(halves, trainer__max_steps=4, **settings))
-    second = run_training(tiny_config(halves, trainer__max_steps=8, **settings))
-    assert (first.step, second.step) == (4, 8)
-    assert final_hashes(whole, 8) == final_hashes(halves, 8)
+    whole, halves = assert_resume_is_exact(tmp_path, 8, trainer__precision=precision)
     figures = [
         [{k: v for k, v in line.items() if k in ("step", "lr", "loss", "val_loss", "consumed_samples")} for line in run]
-        for run in (lines(whole), lines(halves))
+        for run in (metric_rows(whole), metric_rows(halves))
     ]
     # Losses are means since the last report: only what a resumed process reports first covers fewer steps.
     by_step = [{(f["step"], "val_loss" in f): f for f in run} for run in figures]
@@ -247,12 +237,12 @@ def test_a_run_directory_holds_everything(tmp_path, capsys):
     environment = json.loads((tmp_path / "environment.json").read_text())
     assert environment["packages"]["torch"].split("+")[0] == torch.__version__.split("+")[0]
     assert environment["device"] == "cpu"
-    steps = [line for line in lines(tmp_path) if "loss" in line]
+    steps = [line for line in metric_rows(tmp_path) if "loss" in line]
     assert [line["step"] for line in steps] == [1, 2, 4, 6, 8]
     assert {"lr", "grad_norm", "tokens_per_second", "memory_gib", "consumed_samples"} <= steps[-1].keys()
-    assert [line["step"] for line in lines(tmp_path) if "val_loss" in line] == [4, 8]
+    assert [line["step"] for line in metric_rows(tmp_path) if "val_loss" in line] == [4, 8]
     assert result.validation
-    assert result.validation.loss == lines(tmp_path)[-1]["val_loss"]
+    assert result.validation.loss == metric_rows(tmp_path)[-1]["val_loss"]
     output = capsys.readouterr().out
     assert "val loss" in output
     assert "lightning" not in output.lower()
@@ -264,7 +254,7 @@ def test_a_resumed_run_has_one_line_per_step(tmp_path):
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 7, "loss": 1.0}\n{"step": 8, "lo')
     run_training(tiny_config(tmp_path))
-    steps = [line["step"] for line in lines(tmp_path) if "loss" in line]
+    steps = [line["step"] for line in metric_rows(tmp_path) if "loss" in line]
     assert steps == sorted(set(steps))
     assert steps[-1] == 8
 
@@ -324,7 +314,7 @@ def test_what_is_kept_follows_the_keys(tmp_path):
     states = [find_checkpoint(path)[0].state for path in (tmp_path / "checkpoints").iterdir()]
     assert len(states) <= 2
     assert max(state.step for state in states) == 8
-    losses = {line["step"]: line["val_loss"] for line in lines(tmp_path) if "val_loss" in line}
+    losses = {line["step"]: line["val_loss"] for line in metric_rows(tmp_path) if "val_loss" in line}
     best = min(losses, key=lambda step: losses[step])
     assert best in {state.step for state in states}
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from config_helpers import load, problems
+from run_metrics import metric_rows
 from safetensors.torch import load_file
 from tiers import looped
 from tiny_run import tiny_config
@@ -75,8 +75,7 @@ def test_a_run_ends_after_its_epochs_and_resumes_exactly(tmp_path: Path, capsys:
     whole = train(tmp_path / "whole", trainer__max_epochs=2, **sched)
     assert (whole.step, whole.stop_reason) == (10, None)
     assert "10 steps (2 epochs) of" in capsys.readouterr().out
-    log = (tmp_path / "whole" / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(line)["step"] for line in log if "val_loss" in line] == [2, 4, 6, 8, 10]
+    assert [row["step"] for row in metric_rows(tmp_path / "whole") if "val_loss" in row] == [2, 4, 6, 8, 10]
     first = train(tmp_path / "parts", trainer__max_epochs=1, **sched)
     assert first.step == 5
     again = train(tmp_path / "parts", trainer__max_epochs=1, **sched)

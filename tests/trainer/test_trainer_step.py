@@ -8,6 +8,7 @@ import pytorch_lightning as pl
 import torch
 from gpt_builder import build_gpt
 from tiers import extra, looped
+from uneven_samples import UnevenSamples
 
 from stoker.kernels.attention.flags import AttentionFlags
 from stoker.models.build import DTYPE_NAMES
@@ -15,7 +16,7 @@ from stoker.models.config.gpt import GPTKeys
 from stoker.trainer.config.run_precision import RunPrecision, resolve_precision
 from stoker.trainer.data.batch_sampler import BatchSchedule, RankBatchSampler
 from stoker.trainer.data.dataloader import GlobalBatch, PrefetchingDataLoader
-from stoker.trainer.data.datasets.samples import Batch, MockSamples
+from stoker.trainer.data.datasets.samples import MockSamples
 from stoker.trainer.distributed.process_group import DistributedContext
 from stoker.trainer.lightning.lightning_module import LanguageModule, micro_batch_seed
 from stoker.trainer.lightning.lightning_trainer import fit
@@ -33,20 +34,6 @@ KEYS = GPTKeys.model_validate(
         "attention_dropout": 0.0,
     }
 )
-
-
-class UnevenSamples:
-    """Random tokens of which sample i has about i targets."""
-
-    def __init__(self):
-        self.inner = MockSamples(100, 16, seed=3, samples=1000)
-        self.sequence_length, self.samples = 16, 1000
-
-    def batch(self, first, count):
-        tokens, labels, *_ = self.inner.batch(first, count)
-        for row in range(count):
-            labels[row, (first + row) % 16 + 1 :] = -100
-        return Batch(tokens, labels)
 
 
 def module_of(

@@ -4,6 +4,7 @@ import itertools
 import json
 
 import pytest
+from run_metrics import metric_rows
 from tiny_run import tiny_config
 
 from stoker.trainer.callbacks.step_limit import StepLimit
@@ -70,7 +71,7 @@ def test_the_schedule_the_record_and_the_checkpoint_end_with_a_shortened_run(tmp
     result = run_training(config, seconds=19.0)
     assert result.stop_reason is None
     assert 15 <= result.step <= 21
-    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    rows = metric_rows(tmp_path)
     rates = [row["lr"] for row in rows if "lr" in row]
     assert rates[-1] < 0.05 * max(rates)
     assert rates[rates.index(max(rates)) :] == sorted(rates[rates.index(max(rates)) :], reverse=True)

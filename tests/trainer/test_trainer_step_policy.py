@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from resolved import build_data, data_spec
+from run_metrics import metric_rows
 from tiers import cases, looped
 from tiny_run import final_hashes, tiny_config, tiny_document
 from worker_threads import worker_threads
@@ -69,8 +70,7 @@ def poison(monkeypatch):
 
 
 def rows(directory, name="loss"):
-    found = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-    return {row["step"]: row for row in found if name in row}
+    return {row["step"]: row for row in metric_rows(directory) if name in row}
 
 
 # ---------------------------------------------------------------- the rules, by figures alone

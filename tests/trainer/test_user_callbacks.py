@@ -9,10 +9,10 @@ import pytorch_lightning as pl
 import torch
 from pytorch_lightning import callbacks as lightning
 from pytorch_lightning.loggers import CSVLogger, Logger
+from run_metrics import metric_rows
 from tiny_run import tiny_config
 
 import stoker
-from stoker.models.config import extensions
 from stoker.trainer.callbacks.user_callbacks import UserCallbacks, _decode, _encode
 from stoker.trainer.train import run_training
 
@@ -75,14 +75,8 @@ class Records(Logger):
         self.status = status
 
 
-@pytest.fixture
-def registry(monkeypatch):
-    monkeypatch.setattr(extensions, "_registered", {kind: {} for kind in extensions.KINDS})
-
-
 def rows(directory, name):
-    lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-    return [(line["step"], line[name]) for line in lines if name in line]
+    return [(row["step"], row[name]) for row in metric_rows(directory) if name in row]
 
 
 def test_callbacks_and_loggers_see_the_run(tmp_path):
@@ -130,7 +124,7 @@ def test_early_stopping_of_lightning_stops_after_a_validation(tmp_path):
     assert (tmp_path / "checkpoints" / "step-8").is_dir()
 
 
-def test_components_are_selected_by_name(tmp_path, registry, capsys):
+def test_components_are_selected_by_name(tmp_path, nothing_registered, capsys):
     made = []
     stoker.register("callback", "mine")(lambda: made.append(Recorder()) or made[-1])
     stoker.register("logger", "csv")(lambda: CSVLogger(tmp_path / "csv"))
@@ -169,7 +163,7 @@ def test_callbacks_that_cannot_act_are_refused_before_anything_is_written(tmp_pa
     assert not (tmp_path / "run").exists()
 
 
-def test_all_reasons_are_told_at_once(registry):
+def test_all_reasons_are_told_at_once(nothing_registered):
     stoker.register("callback", "broken")(lambda needed: needed)
     with pytest.raises(stoker.UserError) as error:
         UserCallbacks(["broken", "none"], [Recorder(), Recorder(), Backward()])
