@@ -18,7 +18,7 @@ from ..layers.mlp import MLP, build_mlp, mlp_memory, mlp_traffic, mlp_weights
 from ..memory.recompute import RecomputableModule, run_with_recompute
 from ..parallel.traffic import Collective, CommunicationAxis
 from .experts import Experts, build_experts
-from .router import STATISTIC_NAMES, Router, Routing, build_router, router_saved_bytes
+from .router import STATISTIC_NAMES, Router, Routing, router_saved_bytes
 
 
 class MoE(RecomputableModule):
@@ -194,7 +194,7 @@ def find_moe_layers(model: nn.Module) -> dict[str, MoE]:
 def build_moe(stack: StackSlice, moe: MoESlice) -> MoE:
     """Build the mixture of experts of a layer."""
     shared = build_mlp(stack, moe.shared_ffn_hidden_size) if moe.shared_ffn_hidden_size else None
-    router, experts = build_router(stack.hidden_size, moe), build_experts(stack, moe)
+    router, experts = Router(stack.hidden_size, moe), build_experts(stack, moe)
     return MoE(router, experts, shared=shared, expert_bias=moe.bias_update_rate is not None)
 
 

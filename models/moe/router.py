@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -29,8 +29,6 @@ from ..layers.cost import StackInputs
 from ..layers.dropout import DropoutMask, require_dropout
 from ..parallel.collectives import TensorParallel, unshard_tokens
 from ..parallel.context import SequenceShard, unshard_sequences
-
-Balancing = Literal["aux_loss", "sinkhorn", "none"]
 
 STATISTIC_NAMES = ("load_balancing_loss", "z_loss", "entropy", "dropped", "assignments", "calls")
 """Names of the entries of `Routing.statistics` after the tokens per expert."""
@@ -65,12 +63,11 @@ class Router(nn.Module):
 
     Args:
         hidden_size: width of the residual stream.
-        balancing: `aux_loss` and `none` choose by score, `sinkhorn` by a balanced assignment.
-        dtype: dtype of the computation, at least that of the input.
-
-    Other arguments as in `MoESlice`.
+        moe: slice of the experts; `balancing` of `aux_loss` and `none` chooses by score, `sinkhorn` by a balanced
+            assignment.
 
     Attributes:
+        dtype: dtype of the computation, at least that of the input; the others are those of `MoESlice`.
         tensor_parallel: the tensor-parallel ranks; None for one.
         shard: the context-parallel ranks; None for one.
 
@@ -81,43 +78,24 @@ class Router(nn.Module):
     tensor_parallel: TensorParallel | None = None
     shard: SequenceShard | None = None
 
-    def __init__(
-        self,
-        hidden_size: int,
-        experts: int,
-        *,
-        topk: int,
-        balancing: Balancing,
-        score: Score,
-        pre_softmax: bool,
-        topk_scaling: float | None,
-        num_groups: int | None,
-        group_topk: int | None,
-        aux_loss: float,
-        z_loss: float,
-        jitter: float | None,
-        force_load_balancing: bool,
-        capacity_factor: float | None,
-        drop_policy: DropPolicy,
-        dtype: torch.dtype,
-    ) -> None:
+    def __init__(self, hidden_size: int, moe: MoESlice) -> None:
         super().__init__()
-        self.topk = topk
-        self.balancing: Balancing = balancing
-        self.score: Score = score
-        self.pre_softmax = pre_softmax
-        self.topk_scaling = topk_scaling
-        self.num_groups = num_groups
-        self.group_topk = group_topk
-        self.aux_loss = aux_loss
-        self.z_loss = z_loss
-        self.jitter = jitter
-        self.force_load_balancing = force_load_balancing
-        self.has_dropout = jitter is not None or force_load_balancing
-        self.capacity_factor = capacity_factor
-        self.drop_policy: DropPolicy = drop_policy
-        self.dtype = dtype
-        self.weight = nn.Parameter(torch.empty(experts, hidden_size))
+        self.topk = moe.topk
+        self.balancing = moe.balancing
+        self.score: Score = moe.score
+        self.pre_softmax = moe.pre_softmax
+        self.topk_scaling = moe.topk_scaling
+        self.num_groups = moe.num_groups
+        self.group_topk = moe.group_topk
+        self.aux_loss = moe.aux_loss
+        self.z_loss = moe.z_loss
+        self.jitter = moe.jitter
+        self.force_load_balancing = moe.force_load_balancing
+        self.has_dropout = moe.jitter is not None or moe.force_load_balancing
+        self.capacity_factor = moe.capacity_factor
+        self.drop_policy: DropPolicy = moe.drop_policy
+        self.dtype = {"fp32": torch.float32, "fp64": torch.float64}[moe.router_dtype]
+        self.weight = nn.Parameter(torch.empty(moe.experts, hidden_size))
 
     def forward(
         self,
@@ -205,28 +183,6 @@ class Router(nn.Module):
             num_groups=self.num_groups,
             group_topk=self.group_topk,
         )
-
-
-def build_router(hidden_size: int, moe: MoESlice) -> Router:
-    """Build the router of a mixture of experts."""
-    return Router(
-        hidden_size,
-        moe.experts,
-        topk=moe.topk,
-        balancing=moe.balancing,
-        score=moe.score,
-        pre_softmax=moe.pre_softmax,
-        topk_scaling=moe.topk_scaling,
-        num_groups=moe.num_groups,
-        group_topk=moe.group_topk,
-        aux_loss=moe.aux_loss,
-        z_loss=moe.z_loss,
-        jitter=moe.jitter,
-        force_load_balancing=moe.force_load_balancing,
-        capacity_factor=moe.capacity_factor,
-        drop_policy=moe.drop_policy,
-        dtype={"fp32": torch.float32, "fp64": torch.float64}[moe.router_dtype],
-    )
 
 
 # ---------------------------------------------------------------- cost
