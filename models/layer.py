@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from .config.dense_stack import AttentionSlice
 from .config.extensions import ExtensionError, load_extension
 from .config.stack import StackSlice
-from .layers.attention import Backends, attention_arguments
+from .layers.attention import Backends
 from .layers.context import LayerContext
 from .layers.cross_attention import CrossAttention
 from .layers.dropout import (
@@ -26,7 +26,7 @@ from .layers.fp8_linear import reads_source
 from .layers.fused_linear import can_detach_bias, can_skip_norm_output
 from .layers.mlp import MLP, build_mlp
 from .layers.norm import BranchInput, LayerNorm, RMSNorm, build_norm, is_wide_residual
-from .layers.self_attention import SelfAttention, build_self_attention
+from .layers.self_attention import SelfAttention
 from .memory.recompute import RecomputableModule, run_with_recompute, should_recompute
 from .moe.moe_layer import MoE, build_moe
 from .moe.router import Routing
@@ -309,12 +309,11 @@ def build_layer(
     norm = partial(build_norm, stack.norm, stack.hidden_size, wide_input=stack.fp32_residual)
     cross = None
     if cross_attention is not None:
-        arguments = attention_arguments(stack, cross_attention, cross_backends or {})
-        cross = CrossAttention(stack.hidden_size, **arguments)
+        cross = CrossAttention(stack, cross_attention, cross_backends or {})
     parts: dict[str, Any] = {
         "block": stack.block,
         "attention_norm": norm(),
-        "attention": build_self_attention(stack, backends),
+        "attention": SelfAttention(stack, backends),
         "attention_output_norm": norm() if normformer else None,
         "cross_attention_norm": None if cross is None else norm(),
         "cross_attention": cross,

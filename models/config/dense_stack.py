@@ -117,13 +117,16 @@ class AttentionSlice:
 
     Attributes:
         groups: key and value heads; divides `heads`, the query heads.
+        head_dim: width of a head.
         scale: factor of the scores.
+        qkv_bias: bias on the projections of queries, keys and values.
+        output_bias: bias on the output projection.
         dropout: dropout probability of the attention weights in training.
         window: attention window to the left and right of a query, inclusive, -1 for unlimited; None for no window.
         softcap: softcap of the scores, cap * tanh(score / cap); 0 for none.
-        softmax_type: attention sinks: none, zeros or learned.
-        qk_norm: norms over each query and key head.
-        head_scale: a learned factor for each head.
+        softmax_type: attention sinks in the denominator of the softmax: none (`vanilla`), zeros or learned.
+        qk_norm: norms over each query and key head, before the rotary embedding.
+        head_scale: a learned factor of each head's output (NormFormer, arXiv 2110.09456).
         use_flash_attention: None for any backend family, True without unfused, False without flash.
         backend: `auto`, a backend family or a backend.
         transformer_engine: True to prefer TransformerEngine, False to exclude it, None for either.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NotRequired, TypedDict, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -16,45 +15,11 @@ from ..dispatch.attention_calls import CallKind
 from ..memory.recompute import RecomputableModule
 from .dropout import LayerDropout, require_dropout
 from .fused_linear import linear_add_residual
-from .norm import LayerNorm, RMSNorm, build_norm
+from .norm import build_norm
 from .recomputed_attention import RecomputedAttention
 
 Backends = Mapping[CallKind, AttentionFunction]
 """Attention function for each kind of call."""
-
-
-class AttentionArguments(TypedDict):
-    """Arguments of both kinds of attention.
-
-    Attributes:
-        heads: query heads.
-        groups: key and value heads; divides `heads`.
-        head_dim: width of a head.
-        scale: factor of the scores.
-        qkv_bias: bias on the projections of queries, keys and values.
-        output_bias: bias on `output`.
-        dropout: probability of dropping an attention weight in training.
-        backends: attention function for each kind of call.
-        softcap: bound of the scores, cap * tanh(score / cap); 0 for none.
-        softmax_type: attention sinks in the denominator of the softmax: none (`vanilla`), zeros or learned.
-        query_norm: norm over each query head, before the rotary embedding; None without.
-        key_norm: norm over each key head, likewise.
-        head_scale: learned scale of each head's output (NormFormer, arXiv 2110.09456).
-    """
-
-    heads: int
-    groups: int
-    head_dim: int
-    scale: float
-    qkv_bias: bool
-    output_bias: bool
-    dropout: float
-    backends: Backends
-    softcap: NotRequired[float]
-    softmax_type: NotRequired[SoftmaxType]
-    query_norm: NotRequired[LayerNorm | RMSNorm | None]
-    key_norm: NotRequired[LayerNorm | RMSNorm | None]
-    head_scale: NotRequired[bool]
 
 
 class Attention(RecomputableModule):
@@ -63,9 +28,10 @@ class Attention(RecomputableModule):
     Recomputed: scores and softmax (selective recomputation, arXiv 2205.05198).
 
     Args:
-        hidden_size: width of the residual stream.
+        stack: slice of the stack, whose residual stream it reads and writes.
+        attention: slice of the attention.
+        backends: attention function for each kind of call.
         projections: width of each input projection by name, counted in heads.
-        arguments: see `AttentionArguments`.
 
     Attributes:
         first_head: place of the first query head among those of all tensor-parallel ranks.
@@ -76,27 +42,27 @@ class Attention(RecomputableModule):
     fp8_core: TEFp8Attention | None = None
 
     def __init__(
-        self, hidden_size: int, projections: Mapping[str, int], **arguments: Unpack[AttentionArguments]
+        self, stack: StackSlice, attention: AttentionSlice, backends: Backends, projections: Mapping[str, int]
     ) -> None:
         super().__init__()
-        self.heads = arguments["heads"]
-        self.groups = arguments["groups"]
-        self.head_dim = arguments["head_dim"]
-        self.scale = arguments["scale"]
-        self.dropout = arguments["dropout"]
+        self.heads = attention.heads
+        self.groups = attention.groups
+        self.head_dim = attention.head_dim
+        self.scale = attention.scale
+        self.dropout = attention.dropout
         self.has_dropout = self.dropout > 0
-        self.softcap = arguments.get("softcap", 0.0)
-        self.softmax_type: SoftmaxType = arguments.get("softmax_type", "vanilla")
+        self.softcap = attention.softcap
+        self.softmax_type: SoftmaxType = attention.softmax_type
         self.sinks = nn.Parameter(torch.zeros(self.heads)) if self.softmax_type == "learnable" else None
-        self.backends = dict(arguments["backends"])
+        self.backends = dict(backends)
         training = self.backends.get("training")
         self.uses_rng = self.has_dropout and training is not None and not draws_from_keys(training)
         for name, heads in projections.items():
-            setattr(self, name, nn.Linear(hidden_size, heads * self.head_dim, bias=arguments["qkv_bias"]))
-        self.query_norm = arguments.get("query_norm")
-        self.key_norm = arguments.get("key_norm")
-        self.head_scale = nn.Parameter(torch.ones(self.heads)) if arguments.get("head_scale") else None
-        self.output = nn.Linear(self.heads * self.head_dim, hidden_size, bias=arguments["output_bias"])
+            setattr(self, name, nn.Linear(stack.hidden_size, heads * self.head_dim, bias=attention.qkv_bias))
+        self.query_norm = build_norm(stack.norm, self.head_dim) if attention.qk_norm else None
+        self.key_norm = build_norm(stack.norm, self.head_dim) if attention.qk_norm else None
+        self.head_scale = nn.Parameter(torch.ones(self.heads)) if attention.head_scale else None
+        self.output = nn.Linear(self.heads * self.head_dim, stack.hidden_size, bias=attention.output_bias)
 
     def enable_recompute(self) -> None:
         """See `RecomputableModule.enable_recompute`; the attention function of training recomputes the scores."""
@@ -133,22 +99,3 @@ class Attention(RecomputableModule):
         if self.head_scale is not None:
             heads = heads * self.head_scale.to(heads.dtype)[:, None]
         return linear_add_residual(residual, self.output, heads.flatten(2), mask, bias=bias)
-
-
-def attention_arguments(stack: StackSlice, attention: AttentionSlice, backends: Backends) -> AttentionArguments:
-    """Return the arguments that self-attention and cross-attention share."""
-    return AttentionArguments(
-        heads=attention.heads,
-        groups=attention.groups,
-        head_dim=attention.head_dim,
-        scale=attention.scale,
-        qkv_bias=attention.qkv_bias,
-        output_bias=attention.output_bias,
-        dropout=attention.dropout,
-        backends=backends,
-        softcap=attention.softcap,
-        softmax_type=attention.softmax_type,
-        query_norm=build_norm(stack.norm, attention.head_dim) if attention.qk_norm else None,
-        key_norm=build_norm(stack.norm, attention.head_dim) if attention.qk_norm else None,
-        head_scale=attention.head_scale,
-    )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Unpack
 
 from torch import Tensor, nn
 
@@ -15,7 +14,7 @@ from ..config.stack import StackSlice
 from ..kv_cache import CrossAttentionCache
 from ..parallel.linear import column_traffic, row_traffic
 from ..parallel.traffic import Collective
-from .attention import Attention, AttentionArguments
+from .attention import Attention, Backends
 from .context import LayerContext
 from .cost import Matrix, PartMemory, SavedTensors, StackInputs, Weights
 from .dropout import CROSS_ATTENTION_WEIGHTS, LORA_CROSS_KV, LORA_CROSS_OUTPUT, LORA_CROSS_QUERY, DropoutMask
@@ -30,15 +29,16 @@ class CrossAttention(Attention):
     The rows of `kv` are all key groups, then all value groups: [k | v].
 
     Args:
-        hidden_size: width of the residual stream.
-        arguments: see `AttentionArguments`.
+        stack: slice of the decoder.
+        attention: slice of the attention.
+        backends: attention function for each kind of call.
     """
 
     query: nn.Linear
     kv: nn.Linear
 
-    def __init__(self, hidden_size: int, **arguments: Unpack[AttentionArguments]) -> None:
-        super().__init__(hidden_size, {"query": arguments["heads"], "kv": 2 * arguments["groups"]}, **arguments)
+    def __init__(self, stack: StackSlice, attention: AttentionSlice, backends: Backends) -> None:
+        super().__init__(stack, attention, backends, {"query": attention.heads, "kv": 2 * attention.groups})
 
     def forward(
         self,

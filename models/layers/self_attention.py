@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Unpack
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -24,7 +22,7 @@ from ..dispatch.core_attention import core_memory, recomputes_from_log_sum_exp
 from ..kv_cache import LayerKVCache
 from ..parallel.linear import column_traffic, row_traffic
 from ..parallel.traffic import Collective
-from .attention import Attention, AttentionArguments, Backends, attention_arguments
+from .attention import Attention, Backends
 from .context import LayerContext
 from .cost import ByteWidths, Matrix, PartMemory, SavedTensors, StackInputs, Weights
 from .dropout import ATTENTION_WEIGHTS, LORA_OUTPUT, LORA_QKV
@@ -39,28 +37,21 @@ class SelfAttention(Attention):
     The rows of `qkv` are all query heads, then all key groups, then all value groups: [q | k | v].
 
     Args:
-        hidden_size: width of the residual stream.
-        causal: mask later tokens.
+        stack: slice of the stack.
+        backends: attention function for each kind of call.
+
+    Attributes:
         rotary_interleaved: rotate adjacent pairs of channels instead of halves, with a rotary embedding.
-        window: keys visible to the left and right of a query, inclusive, -1 for all of them; None for no window.
-        arguments: see `AttentionArguments`.
     """
 
     qkv: nn.Linear
 
-    def __init__(
-        self,
-        hidden_size: int,
-        *,
-        causal: bool,
-        rotary_interleaved: bool,
-        window: tuple[int, int] | None = None,
-        **arguments: Unpack[AttentionArguments],
-    ) -> None:
-        super().__init__(hidden_size, {"qkv": arguments["heads"] + 2 * arguments["groups"]}, **arguments)
-        self.causal = causal
-        self.window = window
-        self.rotary_interleaved = rotary_interleaved
+    def __init__(self, stack: StackSlice, backends: Backends) -> None:
+        attention = stack.attention
+        super().__init__(stack, attention, backends, {"qkv": attention.heads + 2 * attention.groups})
+        self.causal = attention.causal
+        self.window = attention.window
+        self.rotary_interleaved = stack.rotary.interleaved if stack.rotary else False
 
     def forward(
         self,
@@ -183,18 +174,6 @@ class SelfAttention(Attention):
                 # A view would keep the whole projection alive, although rotated queries and keys are new tensors.
                 value = value.contiguous()
         return query, key, value
-
-
-def build_self_attention(stack: StackSlice, backends: Backends) -> SelfAttention:
-    """Build the self-attention of a layer."""
-    attention = stack.attention
-    return SelfAttention(
-        stack.hidden_size,
-        causal=attention.causal,
-        rotary_interleaved=stack.rotary.interleaved if stack.rotary else False,
-        window=attention.window,
-        **attention_arguments(stack, attention, backends),
-    )
 
 
 # ---------------------------------------------------------------- cost

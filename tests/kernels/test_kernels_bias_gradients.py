@@ -12,6 +12,7 @@ from torch import Tensor
 
 from stoker.kernels import bias_gradients as module
 from stoker.kernels.activations import NONLINEARITIES
+from stoker.models.config.gpt import GPTKeys, gpt_slice
 from stoker.models.layers import fused_linear
 from stoker.models.layers.context import LayerContext
 from stoker.models.layers.mlp import MLP
@@ -91,9 +92,9 @@ def test_serves_compiled_projections_with_biases(name: str, monkeypatch: pytest.
         arguments: tuple[Any, ...] = ()
         operation, projection = "activation_backward_with_sums", part.up
     else:
-        options: dict[str, Any] = {"heads": 4, "groups": 4, "head_dim": 8, "scale": 1.0, "dropout": 0.0}
-        options |= {"qkv_bias": True, "output_bias": True, "backends": {"training": attention}}
-        part = SelfAttention(32, causal=True, rotary_interleaved=False, **options)
+        sizes = {"num_layers": 1, "hidden_size": 32, "num_attention_heads": 4, "encoder_seq_length": 24}
+        keys = GPTKeys.model_validate(sizes | {"attention_dropout": 0.0})
+        part = SelfAttention(gpt_slice(keys, vocab_size=8).stack, {"training": attention})
         arguments = (LayerContext("training"),)
         operation, projection = "join_with_sums", part.qkv
     torch.nn.init.normal_(projection.bias)

@@ -19,6 +19,7 @@ from stoker.kernels.norm_residual import (
     norm_residual,
     norm_residual_linear,
 )
+from stoker.models.config.gpt import GPTKeys, gpt_slice
 from stoker.models.layer import Layer
 from stoker.models.layers import fused_linear
 from stoker.models.layers.context import LayerContext
@@ -299,12 +300,12 @@ def attention(inputs: Any) -> Tensor:
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_norms_of_a_compiled_layer_compute_the_gradients_of_the_output_biases(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
-    options: dict[str, Any] = {"heads": 4, "groups": 4, "head_dim": 8, "scale": 1.0, "dropout": 0.0}
-    options |= {"qkv_bias": True, "output_bias": True, "backends": {"training": attention}}
+    sizes = {"num_layers": 1, "hidden_size": 32, "num_attention_heads": 4, "encoder_seq_length": 24}
+    keys = GPTKeys.model_validate(sizes | {"attention_dropout": 0.0})
     mlp = MLP(32, 48, nonlinearity="gelu_tanh", gated=False, bias=True, dropout=0.0)
     layer = Layer(
         attention_norm=LayerNorm(32, 1e-5),
-        attention=SelfAttention(32, causal=True, rotary_interleaved=False, **options),
+        attention=SelfAttention(gpt_slice(keys, vocab_size=8).stack, {"training": attention}),
         mlp_norm=LayerNorm(32, 1e-5),
         mlp=mlp,
         dropout=0.0,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import pytest
@@ -20,7 +21,9 @@ from stoker.kernels.attention.inputs import AttentionInputs
 from stoker.kernels.attention.packed_sequences import PackedSequences
 from stoker.kernels.launch import INTERPRETED
 from stoker.kernels.relative_position_buckets import relative_buckets
+from stoker.models.config.gpt import GPTKeys, gpt_slice
 from stoker.models.dispatch.attention_calls import CallKind
+from stoker.models.layers.attention import Backends
 from stoker.models.layers.attention_bias import ALiBi, CrossRelativeBias, Kerple, RelativeBias, Sandwich, alibi_slopes
 from stoker.models.layers.context import LayerContext
 from stoker.models.layers.position_embeddings import RotaryEmbedding, XPosEmbedding
@@ -250,6 +253,16 @@ class LargestTensor(TorchDispatchMode):
         return result
 
 
+def build_attention(backends: Backends, *, causal: bool = True, interleaved: bool = False) -> SelfAttention:
+    """Build a self-attention in fp64 with scores scaled by 0.4."""
+    sizes = {"num_layers": 1, "hidden_size": HIDDEN, "num_attention_heads": HEADS, "kv_channels": WIDTH}
+    keys = sizes | {"num_query_groups": GROUPS, "attention_dropout": 0.0, "bias": False}
+    keys |= {"position_embedding_type": "rope", "rotary_interleaved": interleaved}
+    stack = gpt_slice(GPTKeys.model_validate(keys), vocab_size=8).stack
+    stack = replace(stack, attention=replace(stack.attention, scale=0.4, causal=causal))
+    return SelfAttention(stack, backends).double()
+
+
 @pytest.mark.parametrize("kind", ["alibi", "kerple", "sandwich", "relative"])
 def test_what_a_backend_gets_does_not_grow_with_the_square(kind: str, generator: torch.Generator) -> None:
     """Forward and backward, at 40 times the length of the other tests; the backend stands in for `triton`."""
@@ -261,10 +274,7 @@ def test_what_a_backend_gets_does_not_grow_with_the_square(kind: str, generator:
         return inputs.q * term.mean()
 
     case = case_of(kind, True, generator)
-    attention = SelfAttention(
-        HIDDEN, heads=HEADS, groups=GROUPS, head_dim=WIDTH, scale=0.4, qkv_bias=False, output_bias=False, dropout=0.0,
-        causal=True, rotary_interleaved=False, backends={"training": backend},
-    ).double()  # fmt: skip
+    attention = build_attention({"training": backend})
     with LargestTensor() as largest:
         assert case.score_positions is not None
         terms = case.score_positions(tokens, tokens)
@@ -331,10 +341,7 @@ def test_flash_and_unfused_equal_the_definition(
         "training": ATTENTION_FUNCTIONS["triton"],
         "evaluation": ATTENTION_FUNCTIONS["unfused"],
     }
-    attention = SelfAttention(
-        HIDDEN, heads=HEADS, groups=GROUPS, head_dim=WIDTH, scale=0.4, qkv_bias=False, output_bias=False, dropout=0.0,
-        causal=causal, rotary_interleaved=case.interleaved, backends=functions,
-    ).double()  # fmt: skip
+    attention = build_attention(functions, causal=causal, interleaved=case.interleaved)
     for parameter in attention.parameters():
         parameter.data.normal_(generator=generator)
     hidden = torch.randn(BATCH, TOKENS, HIDDEN, dtype=FP64, generator=generator, requires_grad=True)

@@ -18,7 +18,7 @@ from torch import Tensor
 from stoker.kernels.attention.backends.registry import ATTENTION_FUNCTIONS
 from stoker.kernels.relative_position_buckets import relative_buckets
 from stoker.kernels.rope_scaling import Llama3Scaling, RotaryScaling, YarnScaling, rotary_frequencies
-from stoker.models.config.gpt import GPTKeys
+from stoker.models.config.gpt import GPTKeys, gpt_slice
 from stoker.models.gpt import GPT
 from stoker.models.hf.llama import QWEN3
 from stoker.models.layers.attention_bias import ALiBi
@@ -195,10 +195,12 @@ def gemma2(**changes: Any) -> Any:
 def test_softcap_and_window_of_gemma2(backend: str) -> None:
     reference = gemma2(attn_logit_softcapping=1.5, sliding_window=4, layer_types=["sliding_attention"])
     theirs = reference.model.layers[0].self_attn
-    ours = SelfAttention(
-        36, heads=6, groups=2, head_dim=10, scale=10**-0.5, qkv_bias=False, output_bias=False, dropout=0.0, causal=True,
-        rotary_interleaved=False, backends={"training": ATTENTION_FUNCTIONS[backend]}, window=(3, 0), softcap=1.5,
-    ).double()  # fmt: skip
+    keys = {
+        "num_layers": 1, "hidden_size": 36, "num_attention_heads": 6, "num_query_groups": 2, "kv_channels": 10,
+        "bias": False, "attention_dropout": 0.0, "window_size": [3, 0], "attn_logit_softcapping": 1.5,
+    }  # fmt: skip
+    stack = gpt_slice(GPTKeys.model_validate(keys), vocab_size=8).stack
+    ours = SelfAttention(stack, {"training": ATTENTION_FUNCTIONS[backend]}).double()
     ours.qkv.weight.data = torch.cat([theirs.q_proj.weight, theirs.k_proj.weight, theirs.v_proj.weight]).detach()
     ours.output.weight.data = theirs.o_proj.weight.detach()
     hidden = torch.randn(2, TOKENS, 36, dtype=FP64, requires_grad=True)
