@@ -7,14 +7,14 @@ from collections.abc import Mapping
 import torch
 
 from ..kernels.attention.dispatch import BackendSelection
-from .bert import BERT, build_bert
+from .bert import BERT
 from .config.batch_shape import BatchSpec
 from .config.bert import BertSlice
 from .config.families import FamilySlice
 from .config.t5 import T5Slice
-from .gpt import GPT, build_gpt
+from .gpt import GPT
 from .layers.attention import Backends
-from .t5 import T5, build_t5
+from .t5 import T5
 
 LanguageModel = GPT | T5 | BERT
 
@@ -36,8 +36,8 @@ def assemble(
     with torch.device("meta"):
         match model:
             case T5Slice():
-                return build_t5(model, batch_spec, decisions, backends)
+                return T5(model, batch_spec, decisions, backends)
             case BertSlice():
-                return build_bert(model, batch_spec, decisions, backends.get("", {}))
+                return BERT(model, batch_spec, decisions, backends.get("", {}))
             case _:
-                return build_gpt(model, batch_spec, decisions, backends.get("", {}))
+                return GPT(model, batch_spec, decisions, backends.get("", {}))

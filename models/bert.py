@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,64 +16,53 @@ from .language_model import BaseLanguageModel, TokenEmbedding
 from .layers.attention import Backends
 from .layers.compiling import eager_layers
 from .layers.cost import Matrix, StackInputs, Weights
-from .layers.norm import LayerNorm, RMSNorm, build_norm, norm_parameters, norm_saved_bytes
-from .layers.position_embeddings import PositionEmbedding, build_position_table
+from .layers.norm import build_norm, norm_parameters, norm_saved_bytes
+from .layers.position_embeddings import build_position_table
 from .lm_head import add_position_embeddings, head_weights
 from .moe.moe_layer import find_moe_layers
 from .moe.token_mask import mask_rows_with_label
 from .parallel.context import labels_of_all, local_position_ids, whole_sequences
 from .parallel.context_attention import pack_documents
 from .parallel.stages import StageInput
-from .stack import Stack, build_stack
+from .stack import build_stack
 
 
 class BERT(BaseLanguageModel):
     """Encoder-only masked language model.
 
     Args:
-        token_embedding: (padded_vocab_size, hidden_size).
+        bert: slice of the model.
+        batch_spec: shape of the samples of training and evaluation.
+        decisions: chosen attention backend and reason for each kind of call.
+        backends: attention function for each kind of call.
+
+    Attributes:
         position_embedding: learned position embedding, or None.
         token_type_embedding: (token types, hidden_size), or None.
         embedding_norm: norm of the sum of the embeddings, or None.
-        encoder: bidirectional stack.
         transform: linear layer before the head, followed by GELU and `transform_norm`; or None.
-        transform_norm: norm after `transform`.
         head: bias-free output projection; None ties it to `token_embedding`.
-        head_bias: add a bias to the logits.
         max_positions: maximal sequence length, None for no limit.
         dropout: dropout of the embeddings, in training.
-        common: arguments of `BaseLanguageModel`.
     """
 
     def __init__(
-        self,
-        *,
-        token_embedding: nn.Embedding,
-        position_embedding: PositionEmbedding | None,
-        token_type_embedding: nn.Embedding | None,
-        embedding_norm: LayerNorm | RMSNorm | None,
-        encoder: Stack,
-        transform: nn.Linear | None,
-        transform_norm: LayerNorm | RMSNorm | None,
-        head: nn.Linear | None,
-        head_bias: bool,
-        max_positions: int | None,
-        dropout: float,
-        **common: Any,
+        self, bert: BertSlice, batch_spec: BatchSpec, decisions: Mapping[str, BackendSelection], backends: Backends
     ) -> None:
-        super().__init__(**common)
-        self.token_embedding = token_embedding
-        self.position_embedding = position_embedding
-        self.token_type_embedding = token_type_embedding
-        self.embedding_norm = embedding_norm
-        self.encoder = encoder
-        self.transform = transform
-        self.transform_norm = transform_norm
-        self.head = head
-        self.head_bias = nn.Parameter(torch.zeros(token_embedding.num_embeddings)) if head_bias else None
-        self.max_positions = max_positions
-        self.dropout = dropout
-        self._has_experts = bool(find_moe_layers(encoder))
+        super().__init__(bert, batch_spec, decisions)
+        stack, hidden_size, vocab = bert.stack, bert.stack.hidden_size, bert.padded_vocab_size
+        self.token_embedding = TokenEmbedding(vocab, hidden_size)
+        self.position_embedding = build_position_table(bert)
+        self.token_type_embedding = nn.Embedding(bert.token_types, hidden_size) if bert.token_types else None
+        self.embedding_norm = build_norm(stack.norm, hidden_size) if bert.embedding_norm else None
+        self.encoder = build_stack(stack, backends)
+        self.transform = nn.Linear(hidden_size, hidden_size) if bert.mlm_transform else None
+        self.transform_norm = build_norm(stack.norm, hidden_size) if bert.mlm_transform else None
+        self.head = None if bert.tied else nn.Linear(hidden_size, vocab, bias=False)
+        self.head_bias = nn.Parameter(torch.zeros(vocab)) if bert.head_bias else None
+        self.max_positions = bert.max_positions
+        self.dropout = bert.embedding_dropout
+        self._has_experts = bool(find_moe_layers(self.encoder))
 
     def forward(
         self,
@@ -240,28 +228,6 @@ class BERT(BaseLanguageModel):
                 "sequence, or build the model with a larger max_position_embeddings."
             )
         return "generation"
-
-
-def build_bert(bert: BertSlice, form: BatchSpec, decisions: Mapping[str, BackendSelection], backends: Backends) -> BERT:
-    """Build a BERT; arguments as in `assemble`."""
-    hidden_size, stack = bert.stack.hidden_size, bert.stack
-    return BERT(
-        token_embedding=TokenEmbedding(bert.padded_vocab_size, hidden_size),
-        position_embedding=build_position_table(bert),
-        token_type_embedding=nn.Embedding(bert.token_types, hidden_size) if bert.token_types else None,
-        embedding_norm=build_norm(stack.norm, hidden_size) if bert.embedding_norm else None,
-        encoder=build_stack(stack, backends),
-        transform=nn.Linear(hidden_size, hidden_size) if bert.mlm_transform else None,
-        transform_norm=build_norm(stack.norm, hidden_size) if bert.mlm_transform else None,
-        head=None if bert.tied else nn.Linear(hidden_size, bert.padded_vocab_size, bias=False),
-        head_bias=bert.head_bias,
-        vocab_size=bert.vocab_size,
-        batch_spec=form,
-        max_positions=bert.max_positions,
-        dropout=bert.embedding_dropout,
-        label_smoothing=bert.label_smoothing,
-        attention_decisions=decisions,
-    )
 
 
 # ---------------------------------------------------------------- cost

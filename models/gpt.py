@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -16,7 +15,7 @@ from .language_model import BaseLanguageModel, TokenEmbedding
 from .layers.attention import Backends
 from .layers.compiling import eager_layers
 from .layers.cost import Weights
-from .layers.position_embeddings import PositionEmbedding, build_position_table
+from .layers.position_embeddings import build_position_table
 from .lm_head import add_position_embeddings, head_weights
 from .moe.moe_layer import find_moe_layers
 from .moe.token_mask import mask_up_to_last_label
@@ -24,52 +23,43 @@ from .parallel.context import labels_of_all, local_position_ids, whole_sequences
 from .parallel.context_attention import pack_documents
 from .parallel.stages import StageInput
 from .peft.ptuning import PromptEncoder
-from .stack import Stack, build_stack
+from .stack import build_stack
 
 
 class GPT(BaseLanguageModel):
     """Decoder-only language model.
 
     Args:
-        token_embedding: (padded_vocab_size, hidden_size).
+        gpt: slice of the model.
+        batch_spec: shape of the samples of training and evaluation.
+        decisions: chosen attention backend and reason for each kind of call.
+        backends: attention function for each kind of call.
+
+    Attributes:
         position_embedding: learned position embedding, or None.
-        decoder: causal stack with its final norm.
         head: bias-free output projection; None ties it to `token_embedding`.
         max_positions: maximal sequence length, None for no limit.
         dropout: dropout of the embeddings, in training.
         embedding_scale: factor of the embeddings.
-        logits_softcap: bound of the logits, cap * tanh(logit / cap); 0 for none.
-        common: arguments of `BaseLanguageModel`.
-
-    Attributes:
         prompt: p-tuning prompt encoder; None without.
     """
 
     def __init__(
-        self,
-        *,
-        token_embedding: nn.Embedding,
-        position_embedding: PositionEmbedding | None,
-        decoder: Stack,
-        head: nn.Linear | None,
-        max_positions: int | None,
-        dropout: float,
-        embedding_scale: float,
-        logits_softcap: float,
-        **common: Any,
+        self, gpt: GPTSlice, batch_spec: BatchSpec, decisions: Mapping[str, BackendSelection], backends: Backends
     ) -> None:
-        super().__init__(**common)
-        self.token_embedding = token_embedding
-        self.position_embedding = position_embedding
-        self.decoder = decoder
-        self.head = head
+        super().__init__(gpt, batch_spec, decisions)
+        hidden_size = gpt.stack.hidden_size
+        self.token_embedding = TokenEmbedding(gpt.padded_vocab_size, hidden_size)
+        self.position_embedding = build_position_table(gpt)
+        self.decoder = build_stack(gpt.stack, backends)
+        self.head = None if gpt.tied else nn.Linear(hidden_size, gpt.padded_vocab_size, bias=False)
         self.head_bias = None
-        self.max_positions = max_positions
-        self.dropout = dropout
-        self.embedding_scale = embedding_scale
-        self.logits_softcap = logits_softcap
+        self.max_positions = gpt.max_positions
+        self.dropout = gpt.embedding_dropout
+        self.embedding_scale = gpt.embedding_scale
+        self.logits_softcap = gpt.logits_softcap
         self.prompt: PromptEncoder | None = None
-        self._has_experts = bool(find_moe_layers(decoder))
+        self._has_experts = bool(find_moe_layers(self.decoder))
 
     def forward(self, tokens: Tensor, documents: Tensor | None = None) -> Tensor:
         """Return the logits of every next token.
@@ -222,25 +212,6 @@ class GPT(BaseLanguageModel):
         if self.embedding_scale != 1.0:
             hidden = hidden * self.embedding_scale
         return hidden
-
-
-def build_gpt(gpt: GPTSlice, form: BatchSpec, decisions: Mapping[str, BackendSelection], backends: Backends) -> GPT:
-    """Build a GPT; arguments as in `assemble`."""
-    hidden_size = gpt.stack.hidden_size
-    return GPT(
-        token_embedding=TokenEmbedding(gpt.padded_vocab_size, hidden_size),
-        position_embedding=build_position_table(gpt),
-        decoder=build_stack(gpt.stack, backends),
-        head=None if gpt.tied else nn.Linear(hidden_size, gpt.padded_vocab_size, bias=False),
-        vocab_size=gpt.vocab_size,
-        batch_spec=form,
-        max_positions=gpt.max_positions,
-        dropout=gpt.embedding_dropout,
-        label_smoothing=gpt.label_smoothing,
-        embedding_scale=gpt.embedding_scale,
-        logits_softcap=gpt.logits_softcap,
-        attention_decisions=decisions,
-    )
 
 
 # ---------------------------------------------------------------- cost

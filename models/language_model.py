@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from ..kernels.attention.dispatch import BackendSelection
 from ..kernels.embedding import embedding
 from .config.batch_shape import BatchSpec
+from .config.families import FamilySlice
 from .lm_head import OwnFunctions, token_logits, token_loss
 from .parallel.collectives import TensorParallel
 from .parallel.pipeline import RankStages
@@ -29,11 +30,14 @@ class BaseLanguageModel(nn.Module):
     A subclass sets `token_embedding`, its stacks, `head`, and `head_bias`.
 
     Args:
-        vocab_size: vocabulary size without padding.
+        model: slice of the model.
         batch_spec: shape of the samples of training and evaluation.
+        decisions: chosen attention backend and reason for each kind of call, of a T5 for each attention and kind of
+            call (`encoder training`, `cross generation`).
+
+    Attributes:
+        vocab_size: vocabulary size without padding.
         label_smoothing: label smoothing factor, in training.
-        attention_decisions: chosen attention backend and reason for each kind of call, of a T5 for each attention and
-            kind of call (`encoder training`, `cross generation`).
     """
 
     compiled: bool = False
@@ -53,19 +57,12 @@ class BaseLanguageModel(nn.Module):
     head: nn.Linear | None
     head_bias: nn.Parameter | None
 
-    def __init__(
-        self,
-        *,
-        vocab_size: int,
-        batch_spec: BatchSpec,
-        label_smoothing: float,
-        attention_decisions: Mapping[str, BackendSelection],
-    ) -> None:
+    def __init__(self, model: FamilySlice, batch_spec: BatchSpec, decisions: Mapping[str, BackendSelection]) -> None:
         super().__init__()
-        self.vocab_size = vocab_size
+        self.vocab_size = model.vocab_size
         self.batch_spec = batch_spec
-        self.label_smoothing = label_smoothing
-        self.attention_decisions = dict(attention_decisions)
+        self.label_smoothing = model.label_smoothing
+        self.attention_decisions = dict(decisions)
 
     @property
     def stacks(self) -> tuple[Stack, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +21,7 @@ from .layers.compiling import eager_layers
 from .layers.context import Memory
 from .layers.cost import StackInputs, Weights
 from .layers.dropout import token_places
-from .layers.position_embeddings import PositionEmbedding, build_position_table
+from .layers.position_embeddings import build_position_table
 from .lm_head import add_position_embeddings, head_weights
 from .moe.moe_layer import find_moe_layers
 from .moe.token_mask import mask_documents_with_label, mask_rows_with_label
@@ -29,7 +29,7 @@ from .parallel.context import labels_of_all, local_position_ids, whole_sequences
 from .parallel.context_attention import pack_cross_documents, pack_documents
 from .parallel.stages import StageInput
 from .peft.ptuning import PromptEncoder
-from .stack import Stack, build_stack
+from .stack import build_stack
 
 
 class EncoderOutput(NamedTuple):
@@ -51,57 +51,51 @@ class T5(BaseLanguageModel):
     """Encoder-decoder language model, of which logits and loss are those of the decoder.
 
     Args:
-        token_embedding: (padded_vocab_size, hidden_size), of the encoder or of both stacks.
+        t5: slice of the model.
+        batch_spec: shape of the samples of training and evaluation.
+        decisions: chosen attention backend and reason by label (`PlannedAttention.label`).
+        backends: attention function for each kind of call, of `encoder`, `decoder` and `cross`.
+
+    Attributes:
+        token_embedding: of the encoder or of both stacks.
         decoder_token_embedding: separate embedding of the decoder; None shares `token_embedding`.
         encoder_position_embedding: learned position embedding of the encoder, or None.
         decoder_position_embedding: learned position embedding of the decoder, or None.
-        encoder: bidirectional stack with its final norm.
-        decoder: causal stack with cross-attention and its final norm.
         cross_positions: relative position bias of the cross-attention, or None.
         head: bias-free output projection; None ties it to the decoder's token embedding.
-        head_bias: add a bias to the logits.
         output_scale: factor of the decoder's output before the head.
         max_positions: maximal sequence lengths of encoder and decoder, None for no limit.
         dropouts: dropout of the embeddings of encoder and decoder, in training.
-        common: arguments of `BaseLanguageModel`.
-
-    Attributes:
         prompt: p-tuning prompt encoder of the encoder's input; None without.
     """
 
     def __init__(
         self,
-        *,
-        token_embedding: nn.Embedding,
-        decoder_token_embedding: nn.Embedding | None,
-        encoder_position_embedding: PositionEmbedding | None,
-        decoder_position_embedding: PositionEmbedding | None,
-        encoder: Stack,
-        decoder: Stack,
-        cross_positions: CrossRelativeBias | None,
-        head: nn.Linear | None,
-        head_bias: bool,
-        output_scale: float,
-        max_positions: tuple[int | None, int | None],
-        dropouts: tuple[float, float],
-        **common: Any,
+        t5: T5Slice,
+        batch_spec: BatchSpec,
+        decisions: Mapping[str, BackendSelection],
+        backends: Mapping[str, Backends],
     ) -> None:
-        super().__init__(**common)
-        self.token_embedding = token_embedding
-        self.decoder_token_embedding = decoder_token_embedding
-        self.encoder_position_embedding = encoder_position_embedding
-        self.decoder_position_embedding = decoder_position_embedding
-        self.encoder = encoder
-        self.decoder = decoder
-        self.cross_positions = cross_positions
-        self.head = head
-        self.head_bias = nn.Parameter(torch.zeros(token_embedding.num_embeddings)) if head_bias else None
-        self.output_scale = output_scale
-        self.max_positions = max_positions
-        self.dropouts = dropouts
+        super().__init__(t5, batch_spec, decisions)
+        vocab, hidden_size, cross = t5.padded_vocab_size, t5.encoder.stack.hidden_size, t5.cross_attention
+        self.token_embedding = TokenEmbedding(vocab, hidden_size)
+        self.decoder_token_embedding = None if t5.shared_embeddings else TokenEmbedding(vocab, hidden_size)
+        self.encoder_position_embedding = build_position_table(t5.encoder)
+        self.decoder_position_embedding = build_position_table(t5.decoder)
+        self.encoder = build_stack(t5.encoder.stack, backends.get("encoder", {}))
+        self.decoder = build_stack(t5.decoder.stack, backends.get("decoder", {}), cross, backends.get("cross", {}))
+        bias = cross.position_bias
+        self.cross_positions = bias and CrossRelativeBias(
+            cross.heads, buckets=bias.buckets, max_distance=bias.max_distance
+        )
+        self.head = None if t5.tied else nn.Linear(hidden_size, vocab, bias=False)
+        self.head_bias = nn.Parameter(torch.zeros(vocab)) if t5.head_bias else None
+        self.output_scale = t5.output_scale
+        self.max_positions = t5.encoder.max_positions, t5.decoder.max_positions
+        self.dropouts = t5.encoder.embedding_dropout, t5.decoder.embedding_dropout
         self.prompt: PromptEncoder | None = None
-        self._encoder_has_experts = bool(find_moe_layers(encoder))
-        self._decoder_has_experts = bool(find_moe_layers(decoder))
+        self._encoder_has_experts = bool(find_moe_layers(self.encoder))
+        self._decoder_has_experts = bool(find_moe_layers(self.decoder))
 
     @property
     def output_embedding(self) -> nn.Embedding:
@@ -426,36 +420,6 @@ class T5(BaseLanguageModel):
                 f"{', padded' * form.padded}."
             )
         return "generation"
-
-
-def build_t5(
-    t5: T5Slice, form: BatchSpec, decisions: Mapping[str, BackendSelection], backends: Mapping[str, Backends]
-) -> T5:
-    """Build a T5; arguments as in `assemble`."""
-    hidden_size = t5.encoder.stack.hidden_size
-    cross = t5.cross_attention
-    return T5(
-        token_embedding=TokenEmbedding(t5.padded_vocab_size, hidden_size),
-        decoder_token_embedding=None if t5.shared_embeddings else TokenEmbedding(t5.padded_vocab_size, hidden_size),
-        encoder_position_embedding=build_position_table(t5.encoder),
-        decoder_position_embedding=build_position_table(t5.decoder),
-        encoder=build_stack(t5.encoder.stack, backends.get("encoder", {})),
-        decoder=build_stack(t5.decoder.stack, backends.get("decoder", {}), cross, backends.get("cross", {})),
-        cross_positions=None
-        if cross.position_bias is None
-        else CrossRelativeBias(
-            cross.heads, buckets=cross.position_bias.buckets, max_distance=cross.position_bias.max_distance
-        ),
-        head=None if t5.tied else nn.Linear(hidden_size, t5.padded_vocab_size, bias=False),
-        head_bias=t5.head_bias,
-        output_scale=t5.output_scale,
-        vocab_size=t5.vocab_size,
-        batch_spec=form,
-        max_positions=(t5.encoder.max_positions, t5.decoder.max_positions),
-        dropouts=(t5.encoder.embedding_dropout, t5.decoder.embedding_dropout),
-        label_smoothing=t5.label_smoothing,
-        attention_decisions=decisions,
-    )
 
 
 # ---------------------------------------------------------------- cost
