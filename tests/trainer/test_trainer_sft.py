@@ -13,6 +13,7 @@ from config_helpers import keep_last_overrides
 from resolved import build_data, build_model
 from tiers import cases, extra, full_only
 from torch import Tensor
+from transformers import AutoTokenizer
 
 from stoker.trainer.cli import main
 from stoker.trainer.config.schema.root import RootBlock
@@ -208,6 +209,22 @@ def test_a_template_without_answers_is_told(tmp_path: Path) -> None:
     there = root(tmp_path, data, tokenizer={"chat_template": "{{ messages[0].content }}"})
     with pytest.raises(UserError, match=r"none of the examples of the train split \(1\) .* renders no answers"):
         build_data(there)
+
+
+def test_the_default_template_of_conversations_is_stored_and_exported(tmp_path: Path) -> None:
+    """transformers' tokenizer of the exported model renders a prompt as training did."""
+    chats = tmp_path / "chat.jsonl"
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    chats.write_text(f"{json.dumps({'messages': messages})}\n" * 4)
+    data = ["data=chat", f"model.data.path={chats}", "model.data.splits_string='1'", "model.encoder_seq_length=96"]
+    run = ["model=gpt_tiny", "model.num_layers=1", "trainer.max_steps=1", "trainer.limit_val_batches=0"]
+    run += ["trainer.accelerator=cpu", f"exp_manager.explicit_log_dir={tmp_path / 'run'}"]
+    assert main.main(["train", *run, *data]) == 0
+    assert main.main(["convert", str(tmp_path / "run"), str(tmp_path / "hf")]) == 0
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "hf")
+    prompt = theirs.apply_chat_template(messages[:1], tokenize=False, add_generation_prompt=True)
+    assert prompt == "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n"
+    assert theirs.apply_chat_template(messages, tokenize=False).endswith("assistant\nb</s>\n")
 
 
 def test_rows_too_short_for_the_prompts_are_told(tmp_path: Path) -> None:

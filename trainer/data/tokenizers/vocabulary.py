@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from ...config.resolved_run import DataSpec
 from ...utils.errors import UserError
 from ..sources.text_sources import Corpus
-from ..tasks.chat_files import chat_template_from_config
+from ..tasks.chat_files import chat_template_from_config, get_chat_template
 from ..tasks.sentinels import sentinel_ids
 from .tokenizer import ByteTokenizer, CharTokenizer, Tokenizer
 
@@ -41,10 +41,12 @@ def configured_tokenizer(spec: DataSpec) -> Tokenizer:
 
 
 def with_chat_template(spec: DataSpec, tokenizer: Tokenizer) -> Tokenizer:
-    """Set the tokenizer's chat template to `model.tokenizer.chat_template`, if that is given.
+    """Set the tokenizer's chat template to `model.tokenizer.chat_template`, if that is given; for conversations without
+    any to the default, which is stored and exported like any other.
 
     Raises:
-        UserError: the template cannot be read, and the tokenizer (of a checkpoint) has none either.
+        UserError: the template cannot be read, and the tokenizer (of a checkpoint) has none either; or there is no
+            EOS token for the default.
     """
     template = spec.tokenizer.chat_template
     if template is not None:
@@ -53,6 +55,8 @@ def with_chat_template(spec: DataSpec, tokenizer: Tokenizer) -> Tokenizer:
         except UserError:
             if tokenizer.chat_template is None:
                 raise
+    elif spec.keys.chat:
+        tokenizer.chat_template = get_chat_template(tokenizer)
     return tokenizer
 
 
