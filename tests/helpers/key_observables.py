@@ -511,6 +511,11 @@ def tokens_of_file(harness: ConfigHarness, changes: Changes) -> Any:
     files = tokenizer_files(harness)
     if changes[TOKENIZER + "library"] == "sentencepiece":
         files = {TOKENIZER + "model": str(model)}
+    elif changes[TOKENIZER + "library"] == "checkpoint":
+        stored = CharTokenizer.from_texts([harness.text.read_text() + "\0\1"])
+        (harness.folder / "step-1").mkdir(exist_ok=True)
+        (harness.folder / "step-1" / "tokenizer.json").write_text(json.dumps(stored.to_dict()))
+        files = {TOKENIZER + "type": str(harness.folder / "step-1")}
     return tokens_of_text(harness, {**files, **changes})
 
 

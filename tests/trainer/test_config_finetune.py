@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
-from adapter_runs import base_folder, finetune, finetune_config
+from adapter_runs import TEXT, base_folder, finetune, finetune_config
 from hf_folders import change_tensors, letter_tokenizer
 
 from stoker.models.hf.config_fields import format_value
+from stoker.trainer.config.load import load_run_config
 from stoker.trainer.config.problems import ConfigError, Problem
 from stoker.trainer.config.schema.root import ModelBlock
 from stoker.trainer.conversion.convert_adapters import convert_adapter
 from stoker.trainer.conversion.finetune_defaults import load_finetune_config
 from stoker.trainer.conversion.from_hf import convert_to_stoker
+from stoker.trainer.data.sources.indexed_tokens import IndexedWriter
+from stoker.trainer.data.tokenizers.tokenizer_files import SpecialTokens, load_tokenizer_json
 from stoker.trainer.train import run_training
 from stoker.trainer.utils.errors import UserError
 
@@ -49,6 +54,53 @@ def test_another_tokenizer_than_that_of_the_base_is_refused(folder: Path, tmp_pa
     letter_tokenizer(tmp_path / "same")
     same = ["tokenizer=huggingface", f"model.tokenizer.type={tmp_path / 'same'}"]
     assert run_training(finetune_config(folder / "llama", tmp_path / "run", *same)).step == 1
+
+
+@pytest.mark.parametrize("source", ["data", "char", "moved file", "bert"])
+def test_a_tokenizer_that_no_file_gives_comes_from_the_checkpoint(tmp_path: Path, source: str) -> None:
+    """Tokenized data bring a tokenizer that no key names, other text has other characters, and files move."""
+    letter_tokenizer(tmp_path)
+    tokenizer = load_tokenizer_json(tmp_path / "tokenizer.json", "test", SpecialTokens())
+    (tmp_path / "text.txt").write_text(TEXT)
+    data = ["data=text", f"model.data.path={tmp_path / 'text.txt'}", "tokenizer=huggingface"]
+    data.append(f"model.tokenizer.type={tmp_path / 'tokenizer.json'}")
+    if source == "char":
+        (tmp_path / "letters.txt").write_text("abcdefghijklmnopqrstuvwxyz \n" * 40)
+        data = ["data=text", f"model.data.path={tmp_path / 'letters.txt'}", "tokenizer=char"]
+    if source == "data":
+        with IndexedWriter(tmp_path / "set", np.uint16) as writer:
+            for _ in range(40):
+                writer.add_document(np.arange(20))
+            writer.finish()
+        (tmp_path / "set.json").write_text(
+            json.dumps({"format": 1, "tokenizer": tokenizer.to_dict(), "documents": 40, "tokens": 800})
+        )
+        data = ["data=mmap", f"model.data.data_prefix={tmp_path / 'set'}"]
+    bert = ["model.tokenizer.num_sentinel_tokens=2", "model.tokenizer.special_tokens.mask_token='<hole>'"]
+    data += [] if source != "bert" else bert
+    shape = ["model.num_layers=1", "model.encoder_seq_length=16", "trainer.max_steps=1", "trainer.limit_val_batches=0"]
+    shape += ["trainer.accelerator=cpu", f"exp_manager.explicit_log_dir={tmp_path / 'base'}"]
+    run_training(
+        load_run_config(None, None, [f"model={'bert' if source == 'bert' else 'gpt'}_tiny", *data, *shape], {})
+    )
+    (tmp_path / "tokenizer.json").unlink()
+    config = finetune_config(tmp_path / "base", tmp_path / "run", peft=None)
+    step = tmp_path / "base" / "checkpoints" / "step-1"
+    assert (config.root.model.tokenizer.library, config.root.model.tokenizer.type) == ("checkpoint", str(step))
+    given = config.root.model.tokenizer
+    wanted = (2, "<hole>") if source == "bert" else (None, None)
+    assert (given.num_sentinel_tokens, given.special_tokens.mask_token) == wanted
+    result = run_training(config)
+    assert result.checkpoint is not None
+    assert (result.checkpoint / "tokenizer.json").read_bytes() == (step / "tokenizer.json").read_bytes()
+    again = finetune_config(result.directory, tmp_path / "again", peft=None)  # of its own checkpoint, in turn
+    assert again.root.model.tokenizer.type == str(result.checkpoint)
+    with pytest.raises(UserError, match=r"`model\.tokenizer\.type`: .* is no checkpoint with a tokenizer: "):
+        run_training(
+            finetune_config(
+                step, tmp_path / "x", *[f"model.tokenizer.{key}" for key in ("library=checkpoint", "type=x")]
+            )
+        )
 
 
 def test_typed_keys_of_an_adapter_are_its_shape_or_refused(folder: Path) -> None:

@@ -255,7 +255,24 @@ def starting_point(path: Path) -> StartingPoint:
             tokenizer = incoming.tokenizer_folder.keys_for(path.absolute()) if has_tokenizer(source) else {}
         return StartingPoint.from_keys(incoming.architecture.family, incoming.keys, tokenizer, origin)
     document = _checkpoint_model(base.checkpoint)
-    return StartingPoint.from_keys(document["family"], document, document["tokenizer"], origin)
+    tokenizer = _stored_tokenizer_keys(base.checkpoint, document["tokenizer"])
+    return StartingPoint.from_keys(document["family"], document, tokenizer, origin)
+
+
+def _stored_tokenizer_keys(checkpoint: Checkpoint, keys: dict[str, Any]) -> dict[str, Any]:
+    """Return the `model.tokenizer` keys of a checkpoint; those of its own tokenizer document if they do not give it:
+    it came with the tokenized data, was made from the text, or its files have moved.
+    """
+    library, kind = keys["library"], checkpoint.tokenizer_document.get("tokenizer")
+    names = ("model", "vocab_file", "merge_file", *(["type"] if library == "huggingface" else []))
+    paths = [environment.user_path(keys[name], f"model.tokenizer.{name}") for name in names if keys[name]]
+    known = library != "byte-level" or kind == library
+    if library in ("char", "checkpoint") or not known or not all(path.exists() for path in paths):
+        # Which token is the mask, and the number of sentinels, are not in the document.
+        mask = keys["special_tokens"]["mask_token"]
+        kept = {"num_sentinel_tokens": keys["num_sentinel_tokens"], "special_tokens": {"mask_token": mask}}
+        return {"library": "checkpoint", "type": str(checkpoint.path.absolute()), **kept}
+    return keys
 
 
 def _checkpoint_model(checkpoint: Checkpoint) -> dict[str, Any]:

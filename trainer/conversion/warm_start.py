@@ -9,6 +9,7 @@ from torch import nn
 from ...models.config.families import keys_by_stack
 from ...models.config.stack import StackKeys
 from ..checkpoint.reader import Checkpoint
+from ..config.override_typos import quoted_override
 from ..config.resolved_run import ResolvedRun
 from ..config.schema.root import MODEL_BLOCKS, AnyModelBlock, RootBlock
 from ..config.schema.trainer_and_data import TokenizerBlock
@@ -60,10 +61,12 @@ def load_pretrained_weights(
                 f"{run.model.family}; use a checkpoint of that family"
             )
         if not _has_same_tokenizer(base, run.model.tokenizer, tokenizer):
+            at, own = "model.tokenizer", "its"
+            if base.checkpoint is not None:
+                own = f"{at}.library=checkpoint {quoted_override(f'{at}.type', str(base.path))}, its"
             raise UserError(
-                f"`{RESTORE_KEY}`: {base.path} was trained with a different tokenizer, so token ids do not "
-                "match; use its "
-                "`model.tokenizer`"
+                f"`{RESTORE_KEY}`: {base.path} was trained with a different tokenizer, so token ids do not match; use "
+                f"{own} own `{at}`"
             )
         base.load(model)
         if trained is None:

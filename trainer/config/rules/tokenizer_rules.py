@@ -24,7 +24,7 @@ def tokenizer_needs_text_data(context: RuleContext) -> Iterator[Finding]:
 
 
 _TOKENIZER_KEYS: Mapping[str, tuple[str, ...]] = {
-    "type": ("huggingface", "megatron"),
+    "type": ("huggingface", "megatron", "checkpoint"),
     "model": ("huggingface", "sentencepiece"),
     "vocab_file": ("megatron",),
     "merge_file": ("megatron",),
@@ -36,7 +36,9 @@ _TOKENIZER_KEYS: Mapping[str, tuple[str, ...]] = {
 
 def _missing_files(at: str, keys: TokenizerBlock) -> Iterator[Finding]:
     library = keys.library
-    needed = {"sentencepiece": ("model",), "megatron": ("vocab_file", "merge_file")}.get(library, ())
+    needed = {"sentencepiece": ("model",), "megatron": ("vocab_file", "merge_file"), "checkpoint": ("type",)}.get(
+        library, ()
+    )
     if library == "megatron" and keys.type not in (None, "GPT2BPETokenizer"):  # another type has other files
         files = "".join(f" {at}.{name}=FILE" for name in needed)
         yield Finding.error(
@@ -51,7 +53,7 @@ def _missing_files(at: str, keys: TokenizerBlock) -> Iterator[Finding]:
             yield Finding.error(
                 (f"{at}.{name}", f"{at}.library"),
                 f"`library: {library}` needs `{name}`; stoker does not download tokenizers",
-                f"{at}.{name}=FILE",
+                f"{at}.{name}={'DIR/checkpoints/step-N' if library == 'checkpoint' else 'FILE'}",
             )
     if library == "huggingface" and (keys.type is None) == (keys.model is None):
         yield Finding.error(
@@ -69,7 +71,10 @@ def tokenizer_files_are_given(context: RuleContext) -> Iterator[Finding]:
         yield from _missing_files(at, keys)
     defaults = type(keys).model_fields
     for name, libraries in _TOKENIZER_KEYS.items():
-        if library not in libraries and getattr(keys, name) != defaults[name].default:
+        value = getattr(keys, name)
+        if library == "checkpoint" and name == "special_tokens":  # has the tokens; which is the mask, a key says
+            value = value.model_copy(update={"mask_token": None})
+        if library not in libraries and value != defaults[name].default:
             yield no_effect(f"{at}.{name}", f"{at}.library", f"with `library: {library}`")
     if library in TOKENIZERS and keys.kwargs:
         yield from unused(context, f"{at}.kwargs", f"{at}.library", f"with `library: {library}`")

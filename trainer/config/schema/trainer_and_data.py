@@ -125,7 +125,7 @@ class SpecialTokensBlock(ConfigBlock):
     """BERT: mask token, added if the vocabulary lacks it; null: [MASK], <mask>, or the first sentinel."""
 
 
-TokenizerLibrary = Literal["byte-level", "char", "huggingface", "megatron", "sentencepiece"]
+TokenizerLibrary = Literal["byte-level", "char", "huggingface", "megatron", "sentencepiece", "checkpoint"]
 OwnTokenizerName = Annotated[str, Field(min_length=1), ComponentName("the name of a tokenizer of your own")]
 TOKENIZERS: tuple[str, ...] = get_args(TokenizerLibrary)
 
@@ -136,11 +136,13 @@ class TokenizerBlock(ConfigBlock):
     library: TokenizerLibrary | OwnTokenizerName = "byte-level"
     """`byte-level`: UTF-8 bytes with ByT5's ids (pad 0, eos 1, unk 2, byte + 3). `char`: the characters of the
     training text. `huggingface`: a tokenizer.json. `megatron`: GPT-2's vocab.json and merges.txt. `sentencepiece`: a
-    .model file. docs/extend.md has what a tokenizer of your own is."""
+    .model file. `checkpoint`: the tokenizer stored in a checkpoint. docs/extend.md has what a tokenizer of your own
+    is."""
     kwargs: OpenBlock = extension_field({})
     """Settings of a tokenizer of your own."""
     type: NonEmptyText | None = None
-    """huggingface: path of a tokenizer.json or its folder (nothing is downloaded). megatron: GPT2BPETokenizer."""
+    """huggingface: path of a tokenizer.json or its folder (nothing is downloaded). checkpoint: path of a checkpoint
+    (`step-N`). megatron: GPT2BPETokenizer."""
     model: NonEmptyText | None = None
     """sentencepiece: path of the .model file. huggingface: the same as `type`."""
     vocab_file: NonEmptyText | None = None

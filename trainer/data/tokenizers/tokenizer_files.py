@@ -16,6 +16,7 @@ from ...config.own_components import IMPORT_HINT
 from ...config.schema.trainer_and_data import TokenizerBlock
 from ...utils.environment import user_path
 from ...utils.errors import UserError
+from ...utils.safetensors_io import DamagedFileError, read_json
 from ...utils.text import one_line
 from ..tasks.chat_files import load_chat_template
 from . import sentencepiece_tokenizer, tokenizer_json
@@ -24,6 +25,7 @@ from .own_tokenizer import make_own_tokenizer
 from .sentencepiece_tokenizer import MAX_MODEL_BYTES
 from .tokenizer import ByteTokenizer, Tokenizer
 from .tokenizer_config import configured_tokens, read_bytes, read_text, read_tokenizer_config
+from .tokenizer_document import tokenizer_from_dict
 
 TOKENIZER_JSON, VOCAB_FILE, MERGES_FILE = "tokenizer.json", "vocab.json", "merges.txt"
 _MODELS = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
@@ -50,7 +52,8 @@ class SpecialTokens:
 
 
 def tokenizer_from_config(keys: TokenizerBlock) -> Tokenizer:
-    """Load the tokenizer of `model.tokenizer`, for the libraries that read files and for the user's own.
+    """Load the tokenizer of `model.tokenizer`, for the libraries that read files, for that of a checkpoint and for the
+    user's own.
 
     Raises:
         UserError: a file is missing, unreadable or not a tokenizer; or a named token is not in it.
@@ -72,8 +75,17 @@ def tokenizer_from_config(keys: TokenizerBlock) -> Tokenizer:
             return load_gpt2(vocabulary, _path(keys.merge_file, f"{section}.merge_file"), section, special)
         case "sentencepiece":
             return load_sentencepiece(_path(keys.model, f"{section}.model"), f"{section}.model", special)
+        case "checkpoint":
+            return _stored_tokenizer(_path(keys.type, f"{section}.type"), f"{section}.type")
         case library:
             return _own_tokenizer(library, keys.kwargs, f"`{section}.library` ({library})")
+
+
+def _stored_tokenizer(checkpoint: Path, named_by: str) -> Tokenizer:
+    try:
+        return tokenizer_from_dict(read_json(checkpoint / TOKENIZER_JSON))
+    except (DamagedFileError, ValueError) as error:
+        raise UserError(f"`{named_by}`: {checkpoint} is no checkpoint with a tokenizer: {error}") from None
 
 
 def _own_tokenizer(name: str, kwargs: Mapping[str, Any], named_by: str) -> Tokenizer:
