@@ -130,6 +130,7 @@ def test_mock_data_fill_the_models_vocabulary() -> None:
     assert data.validation is not None
     assert data.validation.samples > 0
     assert data.corpus is None
+    assert not data.token_byte_counts.any()  # no bits per byte, as the rules of `monitor` say
 
 
 def test_pystd_is_the_default_and_described() -> None:

@@ -375,14 +375,21 @@ def test_an_interval_that_has_passed_saves_at_once_on_one_process(tmp_path):
 
 def test_bits_per_byte_that_a_tokenizer_does_not_give_decide_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(ByteTokenizer, "token_byte_counts", lambda tokenizer: np.zeros(tokenizer.vocab_size, np.int64))
+    (tmp_path / "text.txt").write_text("to be or not to be " * 200)
+    data = {"data_impl": "text", "path": str(tmp_path / "text.txt")}
+    keys = {"model__data": data, "trainer__max_steps": 4}
     stopping = {"monitor": "bits_per_byte", "strict": True}
-    keys = {"exp_manager__create_early_stopping_callback": True, "trainer__max_steps": 4}
+    stops = {
+        "exp_manager__create_early_stopping_callback": True,
+        "exp_manager__early_stopping_callback_params": stopping,
+    }
+    run = tmp_path / "run"
     with pytest.raises(UserError, match=r"early_stopping_callback_params.monitor. \(bits_per_byte\) is never measured"):
-        run_training(tiny_config(tmp_path, **keys, exp_manager__early_stopping_callback_params=stopping))
-    assert not list(tmp_path.iterdir())
+        run_training(tiny_config(run, **keys, **stops))
+    assert not run.exists()
     watched = {"monitor": "bits_per_byte", "save_top_k": 1}
-    run_training(tiny_config(tmp_path, trainer__max_steps=4, exp_manager__checkpoint_callback_params=watched))
-    assert "checkpoint_callback_params.monitor` (bits_per_byte) is never measured" in (tmp_path / "run.log").read_text()
+    run_training(tiny_config(run, **keys, exp_manager__checkpoint_callback_params=watched))
+    assert "checkpoint_callback_params.monitor` (bits_per_byte) is never measured" in (run / "run.log").read_text()
 
 
 # ---------------------------------------------------------------- development

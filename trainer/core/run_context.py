@@ -158,7 +158,7 @@ def open_run(
         warnings = [
             *attention_warnings(model_plan),
             *check_default_dropout(config, resolved, device, model_plan, table.times),
-            *check_metrics(resolved.exp_manager, data),
+            *check_metrics(resolved.exp_manager, resolved.data, data),
             *check_splits(resolved.data, data),
             *filter(None, [no_overlap]),
         ]

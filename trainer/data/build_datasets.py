@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -58,6 +58,7 @@ class Data:
             only blocks spread evenly over the ids are hashed.
         description: one paragraph for the log.
         token_byte_counts: number of UTF-8 bytes of each token id, int64 [V]; converts nats per token to bits per byte.
+            All 0 for mock data, which are no text.
         corpus: the text by split; None for tokenized, mock, plugin and paired data.
         pairs: text pairs of an encoder-decoder model by split; None for all other data.
         examples: fine-tuning examples of a GPT by split; None for all other data.
@@ -351,7 +352,8 @@ def _mock_data(spec: DataSpec, tokenizer: Tokenizer) -> Data:
     description = (
         f"mock: random tokens out of {vocab_size:,}, {_sequence_lengths(spec.task)}; there is nothing to learn"
     )
-    return _assemble(spec, tokenizer, samples, f"mock-{vocab_size}", description)
+    data = _assemble(spec, tokenizer, samples, f"mock-{vocab_size}", description)
+    return replace(data, token_byte_counts=np.zeros_like(data.token_byte_counts))  # random tokens are no text
 
 
 def _sequence_lengths(task: Task) -> str:
