@@ -79,7 +79,9 @@ class T5(BaseLanguageModel):
         super().__init__(t5, batch_spec, decisions)
         vocab, hidden_size, cross = t5.padded_vocab_size, t5.encoder.stack.hidden_size, t5.cross_attention
         self.token_embedding = TokenEmbedding(vocab, hidden_size)
-        self.decoder_token_embedding = None if t5.shared_embeddings else TokenEmbedding(vocab, hidden_size)
+        self.decoder_token_embedding: nn.Embedding | None = (
+            None if t5.shared_embeddings else TokenEmbedding(vocab, hidden_size)
+        )
         self.encoder_position_embedding = build_position_table(t5.encoder)
         self.decoder_position_embedding = build_position_table(t5.decoder)
         self.encoder = build_stack(t5.encoder.stack, backends.get("encoder", {}))
