@@ -110,6 +110,7 @@ def _store_row_gradient(
     dtype: tl.constexpr = row_pointer.dtype.element_ty
     has_label = (label >= 0) & (label < valid_vocab)
     target = tl.load(row_pointer + label, mask=has_label, other=0.0).to(tl.float32)
+    tl.debug_barrier()  # every thread has read the label's logit, here and before, when another one overwrites it
     whole = valid_vocab // BLOCK * BLOCK
     for start in range(0, whole, BLOCK):
         column = start + offsets

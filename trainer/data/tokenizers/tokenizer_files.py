@@ -16,7 +16,6 @@ from ...config.own_components import IMPORT_HINT
 from ...config.schema.trainer_and_data import TokenizerBlock
 from ...utils.environment import user_path
 from ...utils.errors import UserError
-from ...utils.safetensors_io import DamagedFileError, read_json
 from ...utils.text import one_line
 from ..tasks.chat_files import load_chat_template
 from . import sentencepiece_tokenizer, tokenizer_json
@@ -82,6 +81,8 @@ def tokenizer_from_config(keys: TokenizerBlock) -> Tokenizer:
 
 
 def _stored_tokenizer(checkpoint: Path, named_by: str) -> Tokenizer:
+    from ...utils.safetensors_io import DamagedFileError, read_json  # imports torch
+
     try:
         return tokenizer_from_dict(read_json(checkpoint / TOKENIZER_JSON))
     except (DamagedFileError, ValueError) as error:
