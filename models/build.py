@@ -195,7 +195,7 @@ def build_model(
         whole = all(decision.supports_compile for label, decision in plan.decisions.items() if label not in generation)
         whole &= not any(stack.fp8 is not None and stack.fp8.uses_transformer_engine for stack in described.stacks)
         for stack in model.stacks:
-            stack.compile_layers(has_hooks=sharding is not None, fullgraph=whole)
+            stack.compile_layers(fullgraph=whole)
     if sharding is None:
         model = model.to_empty(device=device)
         initialize_(model, _init_rules_of(model, described))

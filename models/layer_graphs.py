@@ -4,7 +4,9 @@ A micro batch whose gradients are reduced over ranks beside its backward pass ca
 autograd start the reductions, and the copies of some are counted. Nor can one that sends tokens to experts of other
 ranks: how many come is known only when all have been routed. But a small model on a slow host waits for its launches.
 So each layer is captured by itself, forward and backward, as far as its shapes are fixed: all of it, or all up to its
-experts. A replay is one launch, and autograd sees a function of the layer's inputs and parameters.
+experts. A replay is one launch, and autograd sees a function of the layer's inputs and parameters. The graphs hold what
+ranks that share a layer or its tokens send each other. Where several micro batches are in flight, as in a pipeline,
+each has graphs and memory of its own, which later ones use again.
 
 Like `torch.cuda.make_graphed_callables`, but without its copies and its memory for each layer: results of a layer are
 read by the next one where they are, inputs that layers have in common (rotary tables, a learned bias, the output of an
@@ -14,6 +16,7 @@ encoder) are copied once and their gradients are summed in place, and the gradie
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -44,10 +47,12 @@ class LayerPart(NamedTuple):
     Attributes:
         run: function of tuples of tensors and of constants, the residual stream first; it returns likewise.
         parameters: returns the parameters that it uses.
+        whole_weights: returns a context in which it has these where later passes have them.
     """
 
     run: Callable[..., Any]
     parameters: Callable[[], list[nn.Parameter]]
+    whole_weights: Callable[[], AbstractContextManager[None]] = nullcontext
 
 
 class _Place(NamedTuple):
@@ -137,7 +142,7 @@ class _CapturedPart:
         self.results: list[Tensor] = []
         self.passes = 0
         self.forward: Any = None
-        self.parameters = [each for each in part.parameters() if each.requires_grad]
+        self.parameters: list[nn.Parameter] = []
         self._part = part
         self._arguments = arguments
         self._differentiable = [each for each in buffers if each.tensor.requires_grad]
@@ -158,7 +163,9 @@ class _CapturedPart:
             self._leaves, self._live = _take_tensors(found)
             return self._live
 
-        self.forward, found = capture(run)
+        with self._part.whole_weights():
+            self.parameters = [each for each in self._part.parameters() if each.requires_grad]
+            self.forward, found = capture(run)
         self.results = [each.detach().requires_grad_(each.requires_grad) for each in found]
 
     def capture_backward(self, capture: Capture, memory: Callable[[int, Tensor], Tensor]) -> None:
@@ -238,22 +245,26 @@ class _Replay(torch.autograd.Function):
 
 
 class LayerGraphs:
-    """Runs the layers of a stack in training, by CUDA graphs from the fourth forward pass of equal shapes on.
+    """Runs consecutive layers in training, by CUDA graphs from a forward pass on that comes after three of its shapes,
+    and while no other one waits for its backward pass.
 
-    Each forward pass must be followed by its backward pass, of all layers, before the next one.
+    Each forward pass must be followed by its backward pass, of all layers, and these must come in the same order.
 
     Args:
         parts: of each layer, in the order in which they run.
-        capture: see `Capture`.
+        captures: see `Capture`; one for each forward pass that can wait for its backward pass at a time.
         on_failure: called with the error if capture fails; if it returns, all passes are eager from then on.
     """
 
-    def __init__(self, parts: Sequence[LayerPart], capture: Capture, on_failure: Callable[[Exception], None]) -> None:
+    def __init__(
+        self, parts: Sequence[LayerPart], captures: Sequence[Capture], on_failure: Callable[[Exception], None]
+    ) -> None:
         self._parts = list(parts)
-        self._capture = capture
+        self._captures = list(captures)
         self._on_failure = on_failure
-        self._has_failed = False
-        self._captured: dict[Any, list[_CapturedPart]] = {}
+        self._is_eager = False
+        self._passes = self._in_flight = 0
+        self._captured: dict[Any, list[list[_CapturedPart]]] = {}
         self._current: list[_CapturedPart] | None = None
         self._seen: dict[Any, int] = {}
         self._arguments: list[_Arguments] = []
@@ -267,14 +278,34 @@ class LayerGraphs:
         if number == 0:
             self._before = [], []
             self._begin(_Arguments(structure, leaves, self._describe(tensors)))
+        is_last = number + 1 == len(self._parts)
         if self._current is not None:
-            return self._current[number](tensors)
-        results = self._parts[number].run(*arguments)
-        if not self._has_failed:
-            self._arguments.append(_Arguments(structure, leaves, self._describe(tensors)))
-            is_last = number + 1 == len(self._parts)
-            self._before = ([], []) if is_last else (tensors, _take_tensors(tree_flatten(results)[0])[1])
+            results = self._current[number](tensors)
+        else:
+            results = self._parts[number].run(*arguments)
+            if not self._is_eager:
+                self._arguments.append(_Arguments(structure, leaves, self._describe(tensors)))
+                self._before = ([], []) if is_last else (tensors, _tensors_in(results))
+        if is_last and len(self._captures) > 1:
+            self._count_pass(_tensors_in(results))
         return results
+
+    def _count_pass(self, results: Sequence[Tensor]) -> None:
+        """Count a forward pass, which has come to its last layer, as in flight up to its backward pass."""
+
+        def end(gradient: Tensor) -> None:
+            self._in_flight -= 1
+
+        result = next((each for each in results if each.requires_grad), None)
+        if result is not None:
+            self._in_flight += 1
+            result.register_hook(end)
+
+    def release(self) -> None:
+        """Free the graphs; all passes are eager from then on."""
+        self._is_eager = True
+        self._current = None
+        self._captured.clear()
 
     def _describe(self, tensors: Sequence[Tensor]) -> list[_Input]:
         """Describe arguments of a layer, with those that the layer before has had or returned."""
@@ -282,10 +313,10 @@ class LayerGraphs:
         found: list[_Input] = []
         for number, tensor in enumerate(tensors):
             source = None
-            if number < len(arguments) and arguments[number] is tensor:
+            if number < len(arguments) and _is_same(arguments[number], tensor):
                 source = _Source("argument", number)
             for place, result in enumerate(results):
-                source = _Source("result", place) if result is tensor else source
+                source = _Source("result", place) if _is_same(result, tensor) else source
             strides = tensor.stride() if 0 not in tensor.stride() else torch.empty(tensor.shape, device="meta").stride()
             found.append(_Input(tensor.shape, strides, tensor.dtype, tensor.device, tensor.requires_grad, source))
         return found
@@ -293,35 +324,39 @@ class LayerGraphs:
     def _begin(self, given: _Arguments) -> None:
         """Choose the graphs of a forward pass whose first layer has these arguments; capture them if it is time."""
         key = given.key, torch.is_autocast_enabled()
+        place, self._passes = self._passes % len(self._captures), self._passes + 1
         before, self._arguments = self._arguments, []
-        if key not in self._captured and not self._has_failed:
+        if key not in self._captured and not self._is_eager:
             self._seen[key] = self._seen.get(key, 0) + 1
             is_like_before = len(before) == len(self._parts) and before[0].key == given.key
-            if is_like_before and self._seen[key] > WARM_UP_MICRO_BATCHES:
+            # a pass in flight keeps autograd's nodes of the parameters, and with them the stream that is not captured
+            if is_like_before and not self._in_flight and self._seen[key] > WARM_UP_MICRO_BATCHES:
                 self._add(key, before)
-        self._current = self._captured.get(key)
-        if self._current is not None:  # all graphs have memory in common, those of other shapes too
-            for part in chain.from_iterable(self._captured.values()):
+        found = self._captured.get(key)
+        self._current = None if found is None else found[place]
+        if found is not None:  # all graphs of a place have memory in common, those of other shapes too
+            for part in chain.from_iterable(each[place] for each in self._captured.values()):
                 part.keep_gradients()
 
     def _add(self, key: Any, arguments: Sequence[_Arguments]) -> None:
-        """Capture all layers, whose arguments were these in the pass before."""
+        """Capture all layers, whose arguments were these in the pass before, once for each pass in flight."""
         try:
-            found: list[_CapturedPart] = []
-            for number, (part, given) in enumerate(zip(self._parts, arguments, strict=True)):
-                buffers = [_buffer(each, found[-1] if found else None) for each in given.inputs]
-                for each in buffers:
-                    each.users.append(number)
-                found.append(_CapturedPart(number, part, given, buffers))
-                found[-1].capture_forward(self._capture)
-            for captured in reversed(found):
-                captured.capture_backward(self._capture, self._shared_memory)
+            self._captured[key] = [self._capture_parts(arguments, capture) for capture in self._captures]
         except Exception as error:
-            self._has_failed = True
-            self._captured.clear()
+            self.release()
             self._on_failure(error)
-        else:
-            self._captured[key] = found
+
+    def _capture_parts(self, arguments: Sequence[_Arguments], capture: Capture) -> list[_CapturedPart]:
+        found: list[_CapturedPart] = []
+        for number, (part, given) in enumerate(zip(self._parts, arguments, strict=True)):
+            buffers = [_buffer(each, found[-1] if found else None) for each in given.inputs]
+            for each in buffers:
+                each.users.append(number)
+            found.append(_CapturedPart(number, part, given, buffers))
+            found[-1].capture_forward(capture)
+        for captured in reversed(found):
+            captured.capture_backward(capture, self._shared_memory)
+        return found
 
     def _shared_memory(self, number: int, like: Tensor) -> Tensor:
         key = number, like.shape, like.dtype
@@ -337,6 +372,18 @@ def _buffer(given: _Input, before: _CapturedPart | None) -> _Buffer:
     if given.source.kind == "argument":
         return before.buffers[given.source.number]
     return _Buffer(given, before.results[given.source.number])
+
+
+def _is_same(tensor: Tensor, other: Tensor) -> bool:
+    """Return True for the same values in memory: hooks of FSDP2 make other tensors of what they pass on."""
+    if tensor is other:
+        return True
+    same = tensor.shape == other.shape and tensor.stride() == other.stride() and tensor.dtype == other.dtype
+    return same and tensor.numel() > 0 and tensor.data_ptr() == other.data_ptr()
+
+
+def _tensors_in(results: Any) -> list[Tensor]:
+    return _take_tensors(tree_flatten(results)[0])[1]
 
 
 def _take_tensors(leaves: Sequence[Any]) -> tuple[list[Any], list[Tensor]]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, cast
 
@@ -90,6 +91,7 @@ class Stack(RecomputableModule):
         self._compiled_step: Callable[..., Tensor] | None = None
         self._compile: Callable[..., Any] | None = None
         self._has_dropout: bool | None = None
+        self._graphs: list[LayerGraphs] = []
 
     def begin(
         self, embed: Callable[[], Tensor], tokens: Tensor, p: float, at: StageInput | None
@@ -277,12 +279,10 @@ class Stack(RecomputableModule):
         configure_dynamo()
         self._compiled_step = torch.compile(_run_layer_cached, fullgraph=True, dynamic=False)
 
-    def compile_layers(self, *, has_hooks: bool = False, fullgraph: bool = True) -> None:
-        """Compile each layer and the final norm; equal layers share one compilation.
+    def compile_layers(self, *, fullgraph: bool = True) -> None:
+        """Compile each layer and the final norm, without their hooks; equal layers share one compilation.
 
         Args:
-            has_hooks: the modules will get forward hooks (FSDP2's, or those that wait for gathered weights), which stay
-                outside the graph.
             fullgraph: compile each module as a full graph; False allows a graph break at attention that cannot be
                 traced.
         """
@@ -290,27 +290,50 @@ class Stack(RecomputableModule):
         configure_dynamo(traces_counts=any(experts.ranks is not None for experts in exchanges))
         self._compile = partial(torch.compile, fullgraph=fullgraph, dynamic=False)
         for module in (*self.layers, *([] if self.final_norm is None else [self.final_norm])):
-            if has_hooks:
-                module.forward = self._compile(module.forward)
-            else:
-                module.compile(fullgraph=fullgraph, dynamic=False)
+            module.forward = self._compile(module.forward)  # hooks wait for weights, or are FSDP2's
 
-    def capture_layers(self, capture: Capture, on_failure: Callable[[Exception], None]) -> None:
+    def capture_layers(
+        self,
+        build_capture: Callable[[], Capture],
+        on_failure: Callable[[Exception], None],
+        in_flight: Mapping[range, int] | None = None,
+        whole_weights: Callable[[nn.Module], AbstractContextManager[None]] | None = None,
+    ) -> None:
         """Run the layers by CUDA graphs in training, up to experts of which other ranks have some, see `LayerGraphs`.
 
-        To be called once, after `compile_layers`, which must have been told of hooks.
+        To be called once, after `compile_layers`.
+
+        Args:
+            build_capture: returns a function that captures graphs with memory in common.
+            on_failure: see `LayerGraphs`.
+            in_flight: the layers of each pipeline stage of this rank, with the forward passes that can be without their
+                backward pass at a time; None: all layers, with one.
+            whole_weights: returns a context in which a layer has whole weights, see `LayerPart`; None: it always has.
         """
-        layers = [cast(Layer, layer) for layer in self.layers]
-        parts = [_capturable_part(layer, self._compile) for layer in layers]
-        graphs = LayerGraphs([part for _, part in parts], capture, on_failure)
-        for number, (layer, (name, part)) in enumerate(zip(layers, parts, strict=True)):
-            setattr(layer, name, partial(_run_captured, graphs, number, layer, part.run))
+        stages = {range(self.num_layers): 1} if in_flight is None else in_flight
+        for numbers, passes in stages.items():
+            layers = [cast(Layer, self.layers.get_submodule(str(number))) for number in numbers]
+            parts = [_capturable_part(layer, self._compile, whole_weights) for layer in layers]
+            graphs = LayerGraphs([part for _, part in parts], [build_capture() for _ in range(passes)], on_failure)
+            self._graphs.append(graphs)
+            for number, (layer, (name, part)) in enumerate(zip(layers, parts, strict=True)):
+                setattr(layer, name, partial(_run_captured, graphs, number, layer, part.run))
+
+    def release_graphs(self) -> None:
+        """Free the graphs of `capture_layers`; the layers run without from then on."""
+        for graphs in self._graphs:
+            graphs.release()
 
 
-def _capturable_part(layer: Layer, compile_: Callable[..., Any] | None) -> tuple[str, LayerPart]:
+def _capturable_part(
+    layer: Layer,
+    compile_: Callable[..., Any] | None,
+    whole_weights: Callable[[nn.Module], AbstractContextManager[None]] | None,
+) -> tuple[str, LayerPart]:
     """Return the method of a layer that has fixed shapes, by its name, and compiled as the layer is."""
+    whole = contextlib.nullcontext if whole_weights is None else partial(whole_weights, layer)
     if _has_fixed_shapes(layer):
-        return "forward", LayerPart(layer.forward, lambda: list(layer.parameters()))
+        return "forward", LayerPart(layer.forward, lambda: list(layer.parameters()), whole)
     if compile_ is not None:
         layer.__dict__.pop("forward")  # compiled as a whole
         layer.route, layer.run_experts = compile_(layer.route), compile_(layer.run_experts)
@@ -319,7 +342,7 @@ def _capturable_part(layer: Layer, compile_: Callable[..., Any] | None) -> tuple
         others = "mlp.experts.", "mlp.shared.", "mlp_adapter."
         return [parameter for name, parameter in layer.named_parameters() if not name.startswith(others)]
 
-    return "route", LayerPart(layer.route, parameters)
+    return "route", LayerPart(layer.route, parameters, whole)
 
 
 def _has_fixed_shapes(layer: Layer) -> bool:

@@ -109,6 +109,12 @@ def most_held(order: Iterable[PipelinePass], sizes: Mapping[int, int]) -> int:
     return most
 
 
+def stage_in_flight(stage: int, ranks: int, chunks: int, micro_batches: int) -> int:
+    """Return the most forward passes of a stage without their backward pass at a time; arguments as in `pass_order`."""
+    order = pass_order(stage % ranks, ranks, chunks, micro_batches)
+    return most_held((each for each in order if each.stage == stage), {stage: 1})
+
+
 def bubble_fraction(ranks: int, chunks: int, micro_batches: int) -> float:
     """Return the part of a step in which a rank has nothing to do, if all stages take as long (arXiv 2104.04473)."""
     return (ranks - 1) / (micro_batches * chunks + ranks - 1)

@@ -155,6 +155,15 @@ TWO: dict[str, list[str]] = {
     "zero1, graphs": [*ZERO1, *GRAPHS],
     "alltoall, graphs": [*expert(), *GRAPHS],
     "flex, zero1, graphs": [*expert("flex"), *ZERO1, *GRAPHS],
+    "p2p, graphs": [*context("p2p"), *GRAPHS],
+    "all_gather, graphs": [*context("all_gather"), *GRAPHS],
+    "a2a, graphs": [*context("a2a"), *GRAPHS],
+    "pipeline, graphs": [*pipeline(), *GRAPHS],
+    "interleaved, graphs": [*pipeline(stages=2), *GRAPHS],
+    "t5 pipeline, graphs": [*T5_PIPELINE, *GRAPHS],
+    "grad, graphs": [*FSDP, "model.fsdp_sharding_strategy=grad", *GRAPHS],
+    "full, graphs": [*FSDP, *GRAPHS],
+    "flex, full, graphs": [*expert("flex"), *FSDP, *GRAPHS],
 }
 FOUR: dict[str, list[str]] = {
     "ddp": [],
@@ -181,6 +190,12 @@ FOUR: dict[str, list[str]] = {
     "alltoall, p2p, sequence": [*expert(ranks=4), *context("p2p"), *sequence()],
     "flex": expert("flex", 4),
     "flex 2, pipeline": [*expert("flex"), *pipeline()],
+    "sequence, zero1, graphs": [*sequence(), *ZERO1, *GRAPHS],
+    "pipeline, sequence, graphs": [*pipeline(), *sequence(), *GRAPHS],
+    "interleaved, tensor, graphs": [*pipeline(stages=2), *tensor(), *GRAPHS],
+    "a2a+p2p, graphs": [*RINGS_OF_HEADS, *GRAPHS],
+    "pipeline, full, graphs": [*pipeline(), *FSDP, *GRAPHS],
+    "flex 2, pipeline, graphs": [*expert("flex"), *pipeline(), *GRAPHS],
 }
 EIGHT: dict[str, list[str]] = {
     "ddp": [],
@@ -195,10 +210,11 @@ LAYOUTS = {2: TWO, 4: FOUR, 8: EIGHT}
 DENSE = ["ddp", "zero1", "grad", "full", "tensor", "sequence", "p2p", "all_gather", "a2a", "pipeline"]
 GATHERS = ["zero1, at once", "zero1, at once, NCCL", "grad, at once"]
 OVERLAPS = ["overlap", "overlapped gathers", "overlapped scatters"]
-DISPATCHERS = [name for name in TWO if name.startswith(("all", "flex")) and name != "all_gather"]
+DISPATCHERS = [name for name in TWO if name.startswith(("alltoall", "allgather", "flex"))]
+CAPTURED = [f"{name}, graphs" for name in ("ddp", "zero1", "p2p", "all_gather", "a2a", "pipeline", "grad", "full")]
 SOME = ["zero1", "full", "sequence", "p2p", "pipeline"]
 RUNS: dict[tuple[str, int], list[str]] = {
-    ("gpt", 2): [*DENSE, "ddp, graphs", "zero1, graphs", *GATHERS, "ddp, NCCL", "zero1, NCCL", "full, NCCL", *OVERLAPS],
+    ("gpt", 2): [*DENSE, *CAPTURED, *GATHERS, "ddp, NCCL", "zero1, NCCL", "full, NCCL", *OVERLAPS],
     ("one micro batch", 2): ["pipeline"],
     ("deep", 2): [
         "interleaved",
@@ -208,6 +224,8 @@ RUNS: dict[tuple[str, int], list[str]] = {
         "full",
         *GATHERS,
         "zero1, graphs",
+        "interleaved, graphs",
+        "full, graphs",
     ],  # more layers than memory of gathered weights has slots
     ("experts", 2): ["ddp", "zero1", "full", "sequence", "p2p", "all_gather", "a2a", "pipeline", *DISPATCHERS],
     ("t5", 2): [
@@ -215,6 +233,7 @@ RUNS: dict[tuple[str, int], list[str]] = {
         "overlap",
         "t5 pipeline",
         "zero1, graphs",
+        "t5 pipeline, graphs",
     ],
     ("bert", 2): [*DENSE, "ddp, graphs"],
     ("lora", 2): [*SOME, "zero1, graphs"],
@@ -230,10 +249,10 @@ RUNS: dict[tuple[str, int], list[str]] = {
     ("experts", 8): ["alltoall 4, pipeline, sequence"],
 }
 COMPILED = {
-    ("gpt", 2): ["ddp", "zero1", "grad", "full", "tensor", "sequence", "ddp, graphs", "zero1, graphs"],
-    ("t5", 2): ["zero1, graphs"],
-    ("deep", 4): ["pipeline, tensor", "hybrid"],
-    ("experts", 2): ["alltoall, full", "flex, full", "flex, zero1, graphs"],
+    ("gpt", 2): ["ddp", "zero1", "grad", "full", "tensor", "sequence", *CAPTURED],
+    ("t5", 2): ["zero1, graphs", "t5 pipeline, graphs"],
+    ("deep", 4): ["pipeline, tensor", "hybrid", "pipeline, sequence, graphs"],
+    ("experts", 2): ["alltoall, full", "flex, full", "flex, zero1, graphs", "flex, full, graphs"],
 }
 
 

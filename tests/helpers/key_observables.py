@@ -429,7 +429,7 @@ def workers(harness: ConfigHarness, changes: Changes) -> Any:
 
 def compiled(harness: ConfigHarness, changes: Changes) -> Any:
     layer: Any = harness.model(changes).decoder.layers[0]
-    return layer._compiled_call_impl is not None
+    return "forward" in vars(layer)
 
 
 def layout(harness: ConfigHarness, changes: Changes) -> Any:

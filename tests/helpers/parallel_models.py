@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial, partialmethod
+from functools import partial
 from typing import Any
 
 import torch
@@ -110,8 +110,7 @@ def _in_group(directory: str, size: int, rank: int, run: Any, cases: list[list[A
 
     torch.set_num_threads(1)
     # traced as a whole and split into forward and backward as on a GPU, but run by plain operations
-    module_class: Any = torch.nn.Module
-    module_class.compile = partialmethod(torch.nn.Module.compile, backend="aot_eager")
+    torch.compile = partial(torch.compile, backend="aot_eager")
     dist.init_process_group("gloo", store=FileStore(f"{directory}/store", size), rank=rank, world_size=size)
     found = [run(rank, size, *case) for case in cases]
     dist.barrier()

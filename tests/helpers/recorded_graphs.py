@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -56,10 +55,10 @@ def use_recorded_graphs() -> None:
     from stoker.trainer.lightning.lightning_module import LanguageModule
 
     captured: list[Recorded] = []
-    end: Any = LanguageModule.on_train_end
+    release = LanguageModule.release_graphs
 
-    def on_train_end(module: LanguageModule) -> None:
-        end(module)
+    def release_graphs(self: LanguageModule) -> None:
+        release(self)
         assert captured
         assert all(each.replays for each in captured)
 
@@ -69,4 +68,4 @@ def use_recorded_graphs() -> None:
     run_context.uses_cuda_graph = lambda *arguments: True
     training_loop.layer_capture = lambda: recorder(captured)
     training_loop.report_failure = raise_failure
-    setattr(LanguageModule, "on_train_end", on_train_end)  # noqa: B010  of another signature for the type checker
+    LanguageModule.release_graphs = release_graphs

@@ -23,8 +23,8 @@ from stoker.trainer.device.attention_software import assumed_software
 from stoker.trainer.device.choose_device import compute_capability
 from stoker.trainer.plan import memory_check, run_plan
 from stoker.trainer.plan.hardware import GPUSpec
-from stoker.trainer.plan.run_inputs import Target
 from stoker.trainer.plan.run_plan import Plan
+from stoker.trainer.plan.target import Target
 
 CPU = torch.device("cpu")
 

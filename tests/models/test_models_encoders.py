@@ -5,6 +5,7 @@ Parity with transformers is in test_models_parity_encoders.py.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -434,13 +435,13 @@ def test_a_single_token_is_read_and_written_too() -> None:
 @full_only
 def test_compiled_layers_of_a_stack_share_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     """With memory, documents and the bias of cross-attention; what is generated after that compiles nothing."""
-    compiles, graphs = torch.nn.Module.compile, []
+    graphs = []
 
     def backend(graph: Any, _: Any) -> Any:
         graphs.append(graph)
         return graph
 
-    monkeypatch.setattr(torch.nn.Module, "compile", lambda part, **options: compiles(part, backend=backend, **options))
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
     read, written, labels = drawn(2, READ), drawn(2, WRITTEN, seed=1), drawn(2, WRITTEN, seed=2)
     packed = {"encoder_documents": READ_DOCUMENTS, "decoder_documents": WRITTEN_DOCUMENTS}
     for changes, given in (

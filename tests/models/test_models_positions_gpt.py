@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -252,13 +253,13 @@ def test_terms_are_made_once_for_all_layers(kind: str) -> None:
 
 @full_only
 def test_compiled_layers_share_the_terms(monkeypatch: pytest.MonkeyPatch) -> None:
-    compiles, graphs = torch.nn.Module.compile, []
+    graphs = []
 
     def backend(graph: Any, _: Any) -> Any:
         graphs.append(graph)
         return graph
 
-    monkeypatch.setattr(torch.nn.Module, "compile", lambda part, **options: compiles(part, backend=backend, **options))
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
     torch.compiler.reset()
     for kind in ("kerple", "alibi", "xpos"):
         options = {"transformer_block_type": "post_ln", "headscale": True, "qk_layernorm": True, "window_size": [5, 0]}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from functools import partialmethod
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -135,8 +135,7 @@ def test_delayed_scaling_is_updated_once_a_step_and_not_by_recompute(te: None) -
 
 def test_a_compiled_layer_gives_it_the_inputs_themselves(te: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Own kernels would cast what the norm is computed from."""
-    compile_module: Any = torch.nn.Module.compile
-    monkeypatch.setattr(torch.nn.Module, "compile", partialmethod(compile_module, backend="aot_eager"))
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     found = []
     for changes in ({}, {"compile": True}):
         model = build(TE | {"fp8_recipe": "tensorwise"} | changes)

@@ -8,15 +8,18 @@ import pytest
 import torch
 from resolved import uses_cuda_graph
 from tiny_run import final_hashes, tiny_config, tiny_document
-from torch import nn
+from torch import Tensor, nn
 
 from stoker.models.layer_graphs import WARM_UP_MICRO_BATCHES
+from stoker.models.parallel.pipeline import RankStages
+from stoker.models.parallel.stages import PipelineSplit
 from stoker.trainer.cli.main import main
 from stoker.trainer.config.resolved_run import resolve_run
 from stoker.trainer.config.run_config import RunConfig
 from stoker.trainer.config.schema.root import RootBlock
 from stoker.trainer.core import training_loop
 from stoker.trainer.device.cuda_graph_support import cuda_graph_unsupported_reason
+from stoker.trainer.distributed.pipeline import Pipeline, StageShapes
 from stoker.trainer.distributed.process_group import DistributedContext
 from stoker.trainer.lightning.cuda_graph import CapturedGraph, CapturedMicroBatches, capture
 from stoker.trainer.train import run_training
@@ -149,7 +152,7 @@ def test_only_a_recording_that_is_asked_for_ends_the_run(tmp_path, monkeypatch, 
     root = tiny_config(tmp_path, trainer__accelerator="auto", model__enable_cuda_graph=wish).root
     log, ranks = SimpleNamespace(log=print), DistributedContext()
     run: Any = SimpleNamespace(resolved=resolve_run(root), uses_cuda_graph=True, logger=log, ranks=ranks)
-    recorder: Any = training_loop._graph_capture(run, nn.Linear(1, 1))  # pyright: ignore[reportArgumentType]
+    recorder: Any = training_loop._graph_capture(run, nn.Linear(1, 1), None)  # pyright: ignore[reportArgumentType]
     assert recorder(None) is (None if wish else print)
 
 
@@ -160,8 +163,9 @@ def test_a_failure_of_one_rank_alone_is_told(tmp_path, monkeypatch, capsys):
     logger = SimpleNamespace(log=lambda line: None)  # as on all ranks but the first
     resolved, ranks = resolve_run(root, world_size=2), DistributedContext(1, 2)
     run: Any = SimpleNamespace(resolved=resolved, uses_cuda_graph=True, logger=logger, ranks=ranks)
-    model: Any = SimpleNamespace(stacks=[SimpleNamespace(capture_layers=lambda _, on_failure: seen.append(on_failure))])
-    assert training_loop._graph_capture(run, model) is None
+    stack = SimpleNamespace(capture_layers=lambda build, on_failure, *others: seen.append(on_failure))
+    model: Any = SimpleNamespace(stacks=[stack])
+    assert training_loop._graph_capture(run, model, None) is None
     seen[0](torch.OutOfMemoryError("tried to allocate"))
     assert "rank 1: warning: out of memory while capturing" in capsys.readouterr().err
 
@@ -193,16 +197,20 @@ EXPERT_RANKS = {
         ({}, None),
         ({"model__sequence_parallel": True}, None),
         ({"model__sequence_parallel": True, "model__ub_tp_comm_overlap": True}, "ub_tp_comm_overlap"),
-        ({"trainer__devices": 4}, "`tensor_model_parallel_size` (2)"),
+        ({"trainer__devices": 4}, None),
+        ({"trainer__devices": 4, "model__sequence_parallel": True, "model__ub_tp_comm_overlap": True}, "overlap"),
         (ONE | EXPERT_RANKS, None),
         (ONE | EXPERT_RANKS | {"model__moe_grouped_gemm": False}, None),
         (ONE | EXPERT_RANKS | {"model__fp8": True}, "`fp8` (True)"),
         (ONE, None),
         (ONE | {"model__optim__name": "distributed_fused_adam"}, None),
-        (ONE | {"model__fsdp": True}, "`fsdp` (True)"),
+        (ONE | {"model__fsdp": True}, None),
+        (ONE | {"model__fsdp": True, "model__fsdp_sharding_strategy": "hybrid"}, "`fsdp_sharding_strategy` (hybrid)"),
+        (ONE | {"model__fsdp": True, "model__copy_engine_collectives": False}, "`copy_engine_collectives` (False)"),
+        (ONE | {"model__fsdp": True, "model__fp8": True}, "`fp8` (True)"),
         (
             ONE | {"model__context_parallel_size": 2, "model__pipeline_model_parallel_size": 2, "trainer__devices": 4},
-            "`context_parallel_size` (2), `pipeline_model_parallel_size` (2)",
+            None,
         ),
         (
             ONE | {"model__activations_checkpoint_granularity": "full"},
@@ -249,9 +257,12 @@ def test_experts_that_cannot_be_recorded(tmp_path, settings, says):
         uses_cuda_graph(yes, cuda, 1)
 
 
+HYBRID = "model.fsdp_sharding_strategy=hybrid"
+
+
 def test_keys_that_contradict_it_are_refused(capsys):
     on = ["config", "model=gpt_tiny", "model.enable_cuda_graph=True"]
-    for words in (["trainer=cpu"], ["trainer=gpu", "trainer.devices=2", "model.fsdp=true"]):
+    for words in (["trainer=cpu"], ["trainer=gpu", "trainer.devices=2", "model.fsdp=true", HYBRID]):
         assert main([*on, *words]) == 2
         assert "model.enable_cuda_graph=False" in capsys.readouterr().err
     assert main([*on[:2], "model.enable_cuda_graph=null", "trainer=cpu"]) == 0
@@ -331,3 +342,33 @@ def test_gpu_training_goes_on_after_a_recording_that_fails(failure):
         assert torch.equal(three(recorded), wanted)
     assert len(said) == 1
     assert torch.cuda.current_stream() == stream
+
+
+class SameMemory(torch.autograd.Function):
+    """Identity whose gradients are all in the same memory, like those of a CUDA graph."""
+
+    gradient = torch.zeros(1, 1, 2)
+
+    @staticmethod
+    def forward(ctx: Any, given: Tensor) -> Tensor:
+        return given.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return SameMemory.gradient.copy_(gradients[0]).detach()
+
+
+def test_gradients_for_other_stages_outlive_the_next_pass():
+    """That of what a stage has received is sent while its graphs write that of the next micro batch."""
+    stages = PipelineSplit(ranks=2).stages(2)
+    shapes = StageShapes(
+        micro_batch=1, lengths=(1,), hidden_size=2, dtype=torch.float32, residual_dtypes=(torch.float32,)
+    )
+    own, ranks = RankStages(stages[1:], {}, ()), DistributedContext(1, 2)
+    pipeline = Pipeline(own, stages, shapes, ranks, torch.device("cpu"), lambda: None, reuses_gradients=True)
+    pipeline._run = lambda micro_batch, given: ((micro_batch + 1) * SameMemory.apply(given.received[0]).sum(),)  # type: ignore[union-attr]
+    received: list[Any] = [torch.ones(1, 1, 2, requires_grad=True) for _ in range(2)]
+    for micro_batch, each in enumerate(received):
+        (loss,) = pipeline.run_stage(stages[1], (each,), micro_batch)
+        loss.backward()
+    assert [each.grad.tolist() for each in received] == [[[[1.0, 1.0]]], [[[2.0, 2.0]]]]

@@ -11,7 +11,8 @@ from config_helpers import load
 from stoker.trainer.cli.main import main
 from stoker.trainer.config.resolved_run import resolve_run
 from stoker.trainer.distributed.copy_engine import SLOT_BYTES, SLOTS
-from stoker.trainer.plan.data_exchange import data_exchange, exchange_of
+from stoker.trainer.plan.data_exchange import exchange_of
+from stoker.trainer.plan.exchange_kind import data_exchange
 from stoker.trainer.plan.hardware import parse_gpu
 from stoker.trainer.plan.report import summary_lines
 from stoker.trainer.plan.run_plan import Plan, gpu_target, local_target, make_plan
@@ -294,9 +295,9 @@ def test_ranks_that_see_one_gpu_each_do_not_exchange_by_copy_engines(monkeypatch
 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(run_plan, "devices_share_memory", lambda devices: list(devices) == [0, 1])
-    assert [run_plan._peer_access(devices) for devices in (1, 2, 3)] == [None, True, None]
+    assert [run_plan.peer_access(devices) for devices in (1, 2, 3)] == [None, True, None]
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    assert [run_plan._peer_access(devices) for devices in (1, 2, 3)] == [None, True, False]
+    assert [run_plan.peer_access(devices) for devices in (1, 2, 3)] == [None, True, False]
 
 
 def test_without_gpus_it_is_gloo() -> None:

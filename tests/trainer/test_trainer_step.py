@@ -56,9 +56,9 @@ def module_of(
     )
 
 
-def trained(micro_batch_size, steps=3, **options):
+def trained(micro_batch_size, steps=3, callback=None, **options):
     module = module_of(micro_batch_size, **options)
-    fit(module, Silent(), steps, CPU, DistributedContext())
+    fit(module, callback or Silent(), steps, CPU, DistributedContext())
     module.dataloader.close()
     return module
 
@@ -77,10 +77,18 @@ def test_captured_graphs_are_freed_when_training_ends():
     module = trained(4, graph_capture=capture)
     assert captured[0]() is None
     assert module.step == 3
+    with pytest.raises(RuntimeError, match="of a callback"):
+        trained(4, graph_capture=capture, callback=Failing())
+    assert captured[1]() is None
 
 
 class Silent(pl.Callback):
     pass
+
+
+class Failing(pl.Callback):
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        raise RuntimeError("of a callback")
 
 
 @pytest.fixture(scope="module")

@@ -92,7 +92,7 @@ def explain_exchange(args: argparse.Namespace) -> int:
     root = load_config(args).root
     import torch
 
-    from ..plan.data_exchange import data_exchange
+    from ..plan.exchange_kind import data_exchange
     from ..plan.planned_target import planned_target
     from ..plan.run_plan import local_target
 

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from ..config.run_config import RunConfig
     from ..config.schema.root import RootBlock
     from ..config.schema.trainer_and_data import TrainerBlock
-    from ..plan.run_inputs import Target
     from ..plan.run_plan import Plan
     from ..plan.search import Change, CurrentOverrides
+    from ..plan.target import Target
 
 _GPUS_PER_NODE = 8
 """GPUs of a machine for `--gpus`."""

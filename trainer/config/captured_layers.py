@@ -12,21 +12,25 @@ from .schema.root import AnyModelBlock
 
 def captures_layers(model: AnyModelBlock, processes: int) -> bool:
     """Return True if something between the layers cannot be captured: the reduction of gradients over data-parallel
-    ranks, or the exchange of tokens with experts of other ranks.
+    ranks, those of context parallelism among them, messages to other pipeline stages, or the exchange of tokens with
+    experts of other ranks.
     """
     return processes > model.tensor_model_parallel_size or (processes > 1 and model.expert_model_parallel_size > 1)
 
 
 def uncaptured_layer_keys(model: AnyModelBlock) -> Iterator[tuple[str, Any]]:
     """Yield the keys, below `model`, with which layers cannot be captured one by one, with their values."""
-    for name in ("tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size"):
-        if getattr(model, name) > 1:  # layers communicate, or run several forward passes before a backward pass
-            yield name, getattr(model, name)
-    if model.fsdp:  # weights are gathered into memory that changes
-        yield "fsdp", True
+    shards_weights = model.fsdp and model.fsdp_sharding_strategy != "grad"
+    if shards_weights:
+        if model.fsdp_sharding_strategy == "hybrid":  # weights are gathered into memory that changes
+            yield "fsdp_sharding_strategy", "hybrid"
+        elif model.copy_engine_collectives is False:  # likewise
+            yield "copy_engine_collectives", False
+        if model.fp8:  # casts are those of gathered weights
+            yield "fp8", model.fp8
     yield from recompute_keys(model)  # a layer would run twice
     if model.expert_model_parallel_size > 1:
-        if model.fp8:  # ranks agree on its scales in every layer
+        if model.fp8 and not shards_weights:  # ranks agree on its scales in every layer
             yield "fp8", model.fp8
         for at, keys in keys_by_stack(model).items():
             if is_own_block(keys.transformer_block_type):  # its experts may run anywhere in it

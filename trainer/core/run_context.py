@@ -35,6 +35,7 @@ from ..loggers.logger_backends import LoggedRun, check_loggers
 from ..loggers.progress_bar import ProgressDisplay
 from ..loggers.run_events import RunEvents, read_events
 from ..loggers.run_logger import RunLogger
+from ..plan.exchange_kind import moving_weights_reason
 from ..plan.memory_check import check_memory
 from ..plan.report import out_of_memory_lines, summary_lines
 from ..plan.run_plan import Plan, local_target, make_plan
@@ -148,7 +149,8 @@ def open_run(
         table = find_run_table(device, ranks)
         model_plan = choose_attention(resolved, device, table.times)
         check_memory(resolved, device, model_plan)
-        graphs = uses_cuda_graph(resolved, device, model_plan.decisions)
+        moving = moving_weights_reason(resolved, local_target(resolved, device, table))
+        graphs = uses_cuda_graph(resolved, device, model_plan.decisions, moving)
         stop = stack.enter_context(StopHandler(resolved.trainer.max_time, resolved.exp_manager.max_time_per_run))
         data = build_data_by_rank(resolved, ranks)  # before the run directory: unreadable data leaves none behind
         check_same_data(ranks, data.fingerprint, data.vocab_size)
@@ -168,7 +170,7 @@ def open_run(
             fresh, model_plan = model_plan, choose_attention(resolved, device, kept.times)
             if changes := attention_changes(fresh, model_plan):
                 check_memory(resolved, device, model_plan)
-                graphs = uses_cuda_graph(resolved, device, model_plan.decisions)
+                graphs = uses_cuda_graph(resolved, device, model_plan.decisions, moving)
                 by = f" by {table.source}" if table.table else ""
                 lines.append(f"attention stays as before {resumed.path.name}: {', '.join(changes)}{by}")
             table = kept

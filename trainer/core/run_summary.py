@@ -85,7 +85,8 @@ def summarize_run(
         captured = "layers run as CUDA graphs"
         if not captures_layers(keys, mesh.world_size):
             captured = "micro batches run as a CUDA graph"
-        yield f"{captured} after {WARM_UP_MICRO_BATCHES} warm-up micro batches"
+        begins = "from the first step after" if run.pipeline else "after"
+        yield f"{captured} {begins} {WARM_UP_MICRO_BATCHES} warm-up micro batches"
     epochs = "" if run.trainer.max_epochs is None else f" ({pluralize(run.trainer.max_epochs, 'epoch')})"
     ramp_up = (
         f", after a ramp-up from {pluralize(keys.rampup_batch_size[0], 'sample')}" if keys.rampup_batch_size else ""

@@ -14,8 +14,11 @@ import torch
 from ...models.build import TORCH_DTYPES, LanguageModel
 from ...models.config.model import Family
 from ...models.fp8 import fp8_modules
+from ...models.memory.recompute import should_recompute
 from ...models.model_cost import training_flops_per_sample
 from ...models.parallel.context import shard_batch
+from ...models.parallel.schedule import stage_in_flight
+from ...models.stack import Stack
 from ..callbacks.expert_load import build_expert_load_metrics
 from ..callbacks.pipeline_timer import PipelineTimer
 from ..callbacks.profiler import ProfilerList, build_profilers
@@ -38,6 +41,7 @@ from ..data.dataloader import PrefetchingDataLoader, ShardFields
 from ..data.subsets import validation_subset
 from ..data.tokenizers.tokenizer import tokenizer_state
 from ..device.choose_device import device_name
+from ..distributed.data_parallel import DataParallel
 from ..distributed.mesh import Mesh
 from ..distributed.pipeline import Pipeline, StageShapes
 from ..evaluation.held_out_loss import EvaluationResult, evaluate, loss_function, pipelined_loss_function
@@ -175,7 +179,7 @@ def _build_module(run: RunContext, state: TrainingState, schedule: BatchSchedule
         losses=mesh.losses,
         data_parallel=state.data_parallel,
         pipeline=_build_pipeline(run, state.model),
-        graph_capture=_graph_capture(run, state.model),
+        graph_capture=_graph_capture(run, state.model, state.data_parallel),
         expert_balancer=build_expert_balancer(
             keys, state.model, lambda step: schedule.batch_size(step) // keys.micro_batch_size, mesh.data
         ),
@@ -208,7 +212,7 @@ def _build_pipeline(run: RunContext, model: LanguageModel) -> Callable[[Callable
         sequence_ranks=mesh.tensor if mesh.sequence else 1,
     )
     stages = resolved.pipeline.stages(*(stack.num_layers for stack in resolved.family.stacks))
-    return lambda after_backward: Pipeline(own, stages, shapes, run.mesh.stages, run.device, after_backward)
+    return partial(Pipeline, own, stages, shapes, run.mesh.stages, run.device, reuses_gradients=run.uses_cuda_graph)
 
 
 def token_shard(family: Family, mesh: Mesh) -> ShardFields | None:
@@ -254,7 +258,9 @@ def build_throughput(run: ResolvedRun, vocab_size: int, device: torch.device) ->
     )
 
 
-def _graph_capture(run: RunContext, model: LanguageModel) -> Callable[[RunMicroBatch], RunMicroBatch] | None:
+def _graph_capture(
+    run: RunContext, model: LanguageModel, data_parallel: DataParallel | None
+) -> Callable[[RunMicroBatch], RunMicroBatch] | None:
     """Return a wrapper that captures micro batches as CUDA graphs, or None for eager; see `model.enable_cuda_graph`.
 
     Of several processes the layers are captured, by themselves. With `enable_cuda_graph: null`, a capture that fails is
@@ -264,10 +270,31 @@ def _graph_capture(run: RunContext, model: LanguageModel) -> Callable[[RunMicroB
         return None
     on_failure = None if run.resolved.model.enable_cuda_graph else _report_on_every_rank(run)
     if captures_layers(run.resolved.model, run.ranks.world_size):
-        for stack in model.stacks:
-            stack.capture_layers(layer_capture(), partial(report_failure, on_failure=on_failure))
+        report = partial(report_failure, on_failure=on_failure)
+        for index, stack in enumerate(model.stacks):
+            whole_weights = None if data_parallel is None else data_parallel.whole_weights
+            stack.capture_layers(layer_capture, report, _in_flight(run, model, index), whole_weights)
+            if data_parallel is not None:
+                stack.register_forward_pre_hook(partial(_before_forward, data_parallel))
         return None
     return lambda micro_batch: CapturedMicroBatches(micro_batch, model.parameters(), on_failure)
+
+
+def _before_forward(data_parallel: DataParallel, stack: Stack, *arguments: Any) -> None:
+    if should_recompute(stack):
+        data_parallel.before_forward()
+
+
+def _in_flight(run: RunContext, model: LanguageModel, stack: int) -> Mapping[range, int] | None:
+    """Return the `in_flight` of `Stack.capture_layers`; None without a pipeline."""
+    split = run.resolved.pipeline
+    if split is None or model.pipeline is None:
+        return None
+    return {
+        stage.layers: stage_in_flight(stage.number, split.ranks, split.chunks, run.resolved.micro_batches)
+        for stage in model.pipeline.stages
+        if stage.stack == stack
+    }
 
 
 def _build_validation(run: RunContext, state: TrainingState, module: LanguageModule) -> ValidateFunction | None:

@@ -6,6 +6,8 @@ global batch, so the sum equals the single-process gradient however the targets 
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -68,6 +70,15 @@ class DataParallel:
 
     def before_step(self, micro_batches: int) -> None:
         """Prepare for the backward passes of so many micro batches."""
+
+    def before_forward(self) -> None:
+        """Make the current stream wait until nothing reads the gradients of earlier backward passes: CUDA graphs of
+        layers write what they compute next to their memory.
+        """
+
+    def whole_weights(self, layer: nn.Module) -> AbstractContextManager[None]:
+        """Return a context in which a layer has its whole weights where later passes have them, with any values."""
+        return nullcontext()
 
     def before_update(self) -> None:
         """Wait for pending gradient reductions."""

@@ -141,6 +141,12 @@ class ReplicatedDataParallel(DataParallel):
         self._passed = [0] * len(self._units)
         self._wait_for(number for number in list(self._awaited) if number not in self._in_layers)
 
+    def before_forward(self) -> None:
+        """Wait for gradients that are summed into shards; others are summed in the last backward pass only."""
+        if self._sent:
+            self._current_stream.wait_event(self._sent[-1][0])
+            self._sent.clear()
+
     def before_update(self) -> None:
         """Make the current stream wait for the gradient reductions, and for weights that no layer has used."""
         self.wait_for_weights()

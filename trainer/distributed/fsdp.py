@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
 
@@ -20,7 +21,7 @@ from ..config.parameter_layout import DataParallelLayout
 from ..optim.base_optimizer import Optimizer
 from .copy_engine import CopyEngineCollectives
 from .data_parallel import DataParallel
-from .gathered_weights import GatheredWeights
+from .gathered_weights import GatheredWeights, whole_weights
 
 # FSDP2 reduces gradients over the shard group, then over the replica group.
 MESH_DIM_NAMES = ("dp_replicate", "dp_shard")
@@ -119,6 +120,19 @@ class ShardedDataParallel(DataParallel):
         """Let the optimizer get the gradients that copy engines reduce."""
         if self._exchange is not None:
             self._exchange.optimizer = optimizer
+
+    def before_forward(self) -> None:
+        """Wait for the sums of the gradients that copy engines reduce."""
+        self.before_update()
+
+    def whole_weights(self, layer: nn.Module) -> AbstractContextManager[None]:
+        """Return a context in which a layer has the weights that copy engines gather.
+
+        Raises:
+            UserError: FSDP2 gathers them into memory that changes.
+        """
+        assert isinstance(layer, FSDPModule)
+        return whole_weights(layer)
 
     def before_update(self) -> None:
         """Make the current stream wait for these gradients; FSDP2 has waited for its own."""

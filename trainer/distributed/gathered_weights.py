@@ -9,7 +9,8 @@ slots of that memory; those of the last ones are still there when the backward p
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from ...models.parallel.peer_memory import COUNTER_BYTES, Memory
 from ..optim.base_optimizer import Optimizer
+from ..utils.errors import UserError
 from .copy_engine import CopyEngineCollectives
 from .data_parallel import HELD
 
@@ -233,6 +235,31 @@ class GatheredWeights:
     def _arrived(self, rank: int) -> int:
         """Return the offset of the counter of gathers for which that rank's rows are in the memory of this one."""
         return self._free(rank) + COUNTER_BYTES
+
+
+@contextmanager
+def whole_weights(module: FSDPModule) -> Iterator[None]:
+    """Context in which the modules of a unit have its whole weights, whether or not these have been gathered.
+
+    Raises:
+        UserError: the memory of the weights is not fixed, as the ranks do not divide the rows of some.
+    """
+    group = _group(module)
+    if not isinstance(group, CopyEngineParamGroup):
+        raise UserError(
+            f"`model.enable_cuda_graph`: {group._module_fqn} has weights whose rows the ranks do not divide, so that "
+            "FSDP gathers them into memory that changes; use model.enable_cuda_graph=False"
+        )
+    if group.is_unsharded:
+        yield
+        return
+    for parameter in group.fsdp_params:
+        parameter.to_unsharded()
+    try:
+        yield
+    finally:
+        for parameter in group.fsdp_params:
+            parameter.to_sharded()
 
 
 def _group(module: FSDPModule) -> FSDPParamGroup:

@@ -88,6 +88,7 @@ class Pipeline:
         ranks: ranks of the pipeline.
         device: device of this rank.
         after_backward: called after each backward pass of a stage.
+        reuses_gradients: backward passes write the gradients of what is received to the same memory, as CUDA graphs do.
 
     Attributes:
         passes: passes of the current step, if they are timed; None if not.
@@ -101,6 +102,8 @@ class Pipeline:
         ranks: DistributedContext,
         device: torch.device,
         after_backward: Callable[[], None],
+        *,
+        reuses_gradients: bool = False,
     ) -> None:
         self.stages = stages.stages
         self._inputs = {
@@ -116,6 +119,7 @@ class Pipeline:
         self._run: RunStage | None = None
         self._micro_batches = 1
         self._sends: list[tuple[dist.Work, Tensor]] = []
+        self._reuses_gradients = reuses_gradients
 
     def step(self, micro_batches: int, run: RunStage) -> list[Tensor]:
         """Run forward and backward of all micro batches of a step.
@@ -205,6 +209,8 @@ class Pipeline:
             RuntimeError: the output has other shapes, which the next stage would read as garbage.
         """
         assert self._run is not None
+        for tensor in received if self._reuses_gradients else ():
+            tensor.register_hook(torch.clone)  # sent while the next pass runs
         output = self._run(micro_batch, StageInput(stage, received, micro_batch, self._micro_batches))
         found, expected = (
             [(tuple(each.shape), each.dtype) for each in which] for which in (output, self._outputs[stage.number])

@@ -142,9 +142,11 @@ class LanguageModule(pl.LightningModule):
         """Return the batch as is: the dataloader has already copied it to the device."""
         return batch
 
-    def on_train_end(self) -> None:
+    def release_graphs(self) -> None:
         """Free captured graphs: a communicator of NCCL that they hold cannot be destroyed before them (it hangs)."""
         self._run_micro_batch = self._loss_and_gradients
+        for stack in self.model.stacks:
+            stack.release_graphs()
 
     def training_step(self, batch: GlobalBatch, batch_idx: int) -> None:
         """Run forward and backward of every micro batch, clip, update, advance the LR schedule; no host sync."""

@@ -77,8 +77,11 @@ def fit(
         # read it; `StopHandler` tells the other ranks without either.
         trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = _do_nothing  # type: ignore[method-assign]
         # Raised for a signal that arrives before our handlers are restored; `StopHandler` has recorded it too.
-        with suppress(SIGTERMException):
-            trainer.fit(module)
+        try:
+            with suppress(SIGTERMException):
+                trainer.fit(module)
+        finally:
+            module.release_graphs()
     assert trainer.global_step == module.step
 
 

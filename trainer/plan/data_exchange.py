@@ -1,76 +1,20 @@
-"""Collectives of weights and gradients of data-parallel ranks: by copy engines or NCCL, and the memory that they take.
-
-`distributed.copy_engine.build_collectives` decides so when a run starts, of which this knows the GPUs.
-"""
+"""Collectives of weights and gradients of data-parallel ranks, and the memory that they take."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from ...models.layers.cost import StackInputs
 from ...models.parallel.peer_exchange import memory_parts
-from ..config.parameter_layout import DataParallelLayout
-from ..config.resolved_run import ResolvedRun
 from ..distributed.copy_engine import CopyEngineCollectives
 from ..distributed.gathered_weights import GatheredWeights, num_slots
-from .run_inputs import RunInputs, Target
-
-ExchangeKind = Literal["copy engines", "NCCL", "gloo"]
+from .exchange_kind import DataExchange, data_exchange
+from .run_inputs import RunInputs
 
 COMMUNICATOR_BYTES = 720 << 20
 """Bytes of a communicator of NCCL on a rank: what is in use on 2 H100 (NCCL 2.28.9, multicast off), neither reserved
 nor of the context, is 0.70 to 0.85 GiB for each in ten layouts (scripts/bench/plan_check.py)."""
-
-
-class DataExchange(NamedTuple):
-    """Collectives of weights and gradients of data-parallel ranks.
-
-    Attributes:
-        by: what runs them.
-        reason: reason for that.
-        experts: what runs those of experts that several ranks have; empty without.
-    """
-
-    by: ExchangeKind
-    reason: str
-    experts: ExchangeKind | Literal[""] = ""
-
-    def __str__(self) -> str:
-        experts = f"; those of experts by {self.experts}" if self.experts not in ("", self.by) else ""
-        return f"by {self.by}: {self.reason}{experts}"
-
-
-def data_exchange(run: ResolvedRun, target: Target, pipeline_rank: int = 0) -> DataExchange | None:
-    """Return the collectives of a pipeline rank; None if no other rank has the same part of the model."""
-    if run.layout is None:
-        return None
-    by, reason = _kind(run, run.layout, target, pipeline_rank)
-    if run.model.copy_engine_collectives and by != "copy engines":
-        reason += "; with model.copy_engine_collectives=True the run does not start"
-    shared = run.mesh.world_size // run.mesh.pipeline > run.mesh.expert > 1
-    return DataExchange(by, reason, ("NCCL" if by == "copy engines" else by) if shared else "")
-
-
-def _kind(run: ResolvedRun, layout: DataParallelLayout, target: Target, pipeline_rank: int) -> tuple[ExchangeKind, str]:
-    mesh = run.mesh
-    if target.device != "cuda":
-        return "gloo", "the ranks have no GPU"
-    if run.model.copy_engine_collectives is False:
-        return "NCCL", "model.copy_engine_collectives=False"
-    if not layout.replicates_weights and layout.replicas > 1:
-        return "NCCL", "model.fsdp_sharding_strategy=hybrid"
-    stage = mesh.world_size // mesh.pipeline
-    first = pipeline_rank * stage
-    if first // run.ranks_per_node != (first + stage - mesh.tensor) // run.ranks_per_node:
-        return "NCCL", "the ranks are on several hosts"
-    if target.peer_access is not None:
-        if not target.peer_access:
-            return "NCCL", "the ranks do not see each other's GPUs, or these cannot read each other's memory"
-        return "copy engines", "the ranks are on one host, and its GPUs read each other's memory"
-    if target.gpu is not None and target.gpu.has_nvlink:
-        return "copy engines", "the ranks are on one host, and its GPUs are linked by NVLink"
-    return "NCCL", "GPUs without NVLink are assumed not to read each other's memory"
 
 
 def exchange_of(run: RunInputs) -> DataExchange | None:
@@ -166,7 +110,7 @@ def gradient_sums(run: RunInputs, *, experts: bool = False) -> GradientSums:
         return GradientSums(accumulated, width, reduced, 0, 0.0, accumulated or width)
     shards = num_data_ranks(run) * run.mesh.tensor // run.mesh.expert if experts else layout.shards
     if layout.shards_gradients or not layout.replicates_weights:
-        return _sharded_sums(run, shards, engines=engines)
+        return _sharded_sums(run, shards, engines=engines, is_captured=run.uses_cuda_graph and not experts)
     wider = not engines and reduced > width  # accumulated for the reduction
     accumulated = 4 if main and (run.micro_batches > 1 or wider) else 0
     held = accumulated or width
@@ -183,8 +127,11 @@ def gradient_sums(run: RunInputs, *, experts: bool = False) -> GradientSums:
     return GradientSums(accumulated, gradient, sent, copied, float(summed), total)
 
 
-def _sharded_sums(run: RunInputs, shards: int, *, engines: bool) -> GradientSums:
-    """Return the sums of gradients whose other rows a rank does not keep: those of FSDP `grad`, `full` and `hybrid`."""
+def _sharded_sums(run: RunInputs, shards: int, *, engines: bool, is_captured: bool) -> GradientSums:
+    """Return the sums of gradients whose other rows a rank does not keep: those of FSDP `grad`, `full` and `hybrid`.
+
+    But graphs of the layers (`is_captured`) keep the memory of the whole gradients.
+    """
     width, main, layout, reduced = run.widths.weights, run.precision.main_weights, run.layout, run.reduce_itemsize
     assert layout is not None
     accumulated = 4 if main and run.micro_batches > 1 else 0
@@ -195,6 +142,5 @@ def _sharded_sums(run: RunInputs, shards: int, *, engines: bool) -> GradientSums
     copied = sent if sent != width else 0
     if run.micro_batches > 1:
         copied += total / shards
-    return GradientSums(
-        accumulated, 0, sent, copied, 0.0 if accumulated else total / shards, accumulated or total, sharded=True
-    )
+    kept, summed = width if is_captured else 0, 0.0 if accumulated else total / shards
+    return GradientSums(accumulated, kept, sent, copied, summed, accumulated or total, sharded=True)

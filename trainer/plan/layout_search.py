@@ -17,7 +17,6 @@ from ..config.parameter_layout import DISTRIBUTED_OPTIMIZERS
 from ..config.schema.optim import optimizer_kind
 from ..config.schema.root import RootBlock
 from ..utils.progress import Progress
-from .run_inputs import Target
 from .search import (
     Change,
     PlannedRun,
@@ -32,6 +31,7 @@ from .search import (
     with_largest_batch,
     with_values,
 )
+from .target import Target
 
 _SIZES = ("tensor_model_parallel_size", "context_parallel_size", "expert_model_parallel_size")
 _PIPELINE_KEYS = (

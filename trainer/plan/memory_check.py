@@ -30,8 +30,10 @@ from ..device.determinism import attention_flags
 from ..utils.errors import UserError
 from ..utils.host_memory import host_memory
 from .hardware import GIB
-from .run_inputs import RunInputs, Target, collect_inputs, pipeline_ranks
+from .run_inputs import RunInputs, collect_inputs, pipeline_ranks
+from .run_plan import peer_access
 from .state_memory import persistent_state, rotary_bytes, sample_bytes
+from .target import Target
 
 _EXPERT_SIZES = ("num_moe_experts", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size")
 _EXPERT_ROWS = ("moe_router_topk", "moe_expert_capacity_factor", "ffn_hidden_size", "moe_ffn_hidden_size")
@@ -59,6 +61,7 @@ def check_memory(run: ResolvedRun, device: torch.device, model_plan: ModelPlan) 
         memory=available,
         software=detect_installed_software(device.type),
         flags=attention_flags(run.trainer.deterministic),
+        peer_access=peer_access(run.ranks_per_node) if device.type == "cuda" else None,
     )
     ranks, mask = pipeline_ranks(collect_inputs(run, target, model_plan=model_plan)), _mask_bytes(model_plan)
     for on_host, needed, what, names in chain.from_iterable(_demands(rank, mask) for rank in ranks):

@@ -14,8 +14,8 @@ from ..device.choose_device import compute_capability
 from ..distributed.placement import num_local_devices
 from ..utils.errors import UserError
 from .hardware import DEFAULT_GPU, parse_gpu
-from .run_inputs import Target
 from .run_plan import gpu_target, local_target
+from .target import Target
 
 
 def planned_target(

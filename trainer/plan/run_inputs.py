@@ -7,9 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ...kernels.attention.call_spec import InstalledSoftware
 from ...kernels.attention.dispatch import BackendSelection
-from ...kernels.attention.flags import AttentionFlags
 from ...models.build import TORCH_DTYPES, ModelPlan, plan_model
 from ...models.config.batch_shape import BatchSpec
 from ...models.config.families import FamilySlice
@@ -38,40 +36,9 @@ from ..config.run_precision import RunPrecision
 from ..config.schema.root import AnyModelBlock
 from ..device.cuda_graph_support import cuda_graph_unsupported_reason, uses_cuda_graph
 from ..distributed.data_parallel import grad_reduce_dtype
-from .hardware import GPUSpec
+from .exchange_kind import moving_weights_reason
+from .target import Target
 from .trainable_count import ParameterCounts, count_rank, count_stages, count_trainable
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Target:
-    """Device and software that a run is planned for.
-
-    Attributes:
-        device: device type.
-        capability: CUDA compute capability; None on other devices.
-        gpu: GPU; None without one.
-        memory: device memory in bytes; None for a CPU or if unknown.
-        software: installed, or assumed, packages, with the measured times of attention.
-        flags: attention flags from environment variables.
-        host_memory: host memory per process in bytes; None if unknown.
-        peer_access: the GPUs of a machine read each other's memory; None if unknown.
-        ignored_bench: one line about a file of `stoker bench` that does not hold here; else empty.
-    """
-
-    device: str
-    capability: tuple[int, int] | None
-    gpu: GPUSpec | None
-    memory: int | None
-    software: InstalledSoftware
-    flags: AttentionFlags
-    host_memory: int | None = None
-    peer_access: bool | None = None
-    ignored_bench: str = ""
-
-    @property
-    def name(self) -> str:
-        """Name of the GPU, or the device type."""
-        return self.gpu.name if self.gpu else self.device
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -297,7 +264,8 @@ def collect_inputs(
             context_parallel=split,
         )
     device, decisions = torch.device(target.device), model_plan.decisions
-    uses_cuda_graph(run, device, decisions)  # raises if CUDA graphs are required but not supported
+    moving = moving_weights_reason(run, target)
+    uses_cuda_graph(run, device, decisions, moving)  # raises if CUDA graphs are required but not supported
     precision = run.precision
     widths = ByteWidths(
         weights=precision.weights_itemsize,
@@ -322,7 +290,7 @@ def collect_inputs(
         counts=counts,
         num_parameters=all_counts.total,
         expert_parameters=count_experts(family, expert_ranks=mesh.expert) if mesh.expert > 1 else 0,
-        can_use_cuda_graph=cuda_graph_unsupported_reason(run, device, decisions) is None,
+        can_use_cuda_graph=cuda_graph_unsupported_reason(run, device, decisions, moving) is None,
     )
 
 

@@ -24,8 +24,9 @@ from ..device.determinism import attention_flags
 from ..utils.host_memory import host_memory
 from .hardware import EFFICIENCY, GPUSpec, adjust_to_measured, match_gpu
 from .roofline import StepTime, step_time
-from .run_inputs import RunInputs, Target, collect_inputs, pipeline_ranks
+from .run_inputs import RunInputs, collect_inputs, pipeline_ranks
 from .state_memory import CUDA_CONTEXT_BYTES
+from .target import Target
 from .timeline import MemoryPlan, memory_plan
 from .transfers import offloaded_bytes
 
@@ -218,12 +219,12 @@ def local_target(run: ResolvedRun, device: torch.device, found: FoundTable | Non
         software=_of_run(run, software, found),
         flags=attention_flags(run.trainer.deterministic),
         host_memory=None if host is None else host // run.ranks_per_node,
-        peer_access=None if capability is None else _peer_access(run.ranks_per_node),
+        peer_access=None if capability is None else peer_access(run.ranks_per_node),
         ignored_bench=found.ignored,
     )
 
 
-def _peer_access(devices: int) -> bool | None:
+def peer_access(devices: int) -> bool | None:
     """Return True if so many GPUs of this machine read each other's memory; None for one, or if others are planned."""
     if devices <= torch.cuda.device_count():
         return devices_share_memory(range(devices)) if devices > 1 else None

@@ -24,8 +24,8 @@ from ..config.rules.rule_context import RuleContext
 from ..config.schema.root import RootBlock
 from ..utils.errors import UserError
 from ..utils.progress import Progress
-from .run_inputs import Target
 from .run_plan import Plan, make_plan
+from .target import Target
 
 Values = Mapping[str, Any]
 _RECOMPUTE = "activations_checkpoint"

@@ -363,7 +363,8 @@ def _gathered(run: RunInputs, layers: tuple[LayerInStack, ...]) -> int:
 
 def _unreduced(run: RunInputs, layers: tuple[LayerInStack, ...]) -> int:
     """Bytes of the gradients of the last two layers, which are held while they are summed into a rank's rows."""
-    if not gradient_sums(run).sharded:
+    sums = gradient_sums(run)
+    if not sums.sharded or sums.gradient:  # whose gradients are all kept
         return 0
     trained = run.counts.trainable / run.counts.total
     return int(2 * max((layer.memory.num_parameters for layer in layers), default=0) * trained) * run.widths.weights

@@ -79,11 +79,11 @@ def cuda_graphs_are_possible(context: RuleContext) -> Iterator[Finding]:
     if trainer.accelerator in ("cpu", "mps"):
         message = f"`enable_cuda_graph` (True) needs a CUDA device, not `{trainer.accelerator}`"
         yield Finding.error((key, "trainer.accelerator"), message, f"{key}=False")
-    elif captures_layers(model, processes):
-        if (reason := layer_capture_reason(model)) is not None:
-            paths = (f"model.{name}" for name, _ in uncaptured_layer_keys(model))
-            yield Finding.error((key, *paths), f"`enable_cuda_graph` (True) {reason}", f"{key}=False")
-    elif processes > 1 and model.sequence_parallel and model.ub_tp_comm_overlap:
+        return
+    if captures_layers(model, processes) and (reason := layer_capture_reason(model)) is not None:
+        paths = (f"model.{name}" for name, _ in uncaptured_layer_keys(model))
+        yield Finding.error((key, *paths), f"`enable_cuda_graph` (True) {reason}", f"{key}=False")
+    if processes > 1 and model.sequence_parallel and model.ub_tp_comm_overlap:
         message = "`enable_cuda_graph` (True) does not capture copies of other ranks' memory (`ub_tp_comm_overlap`)"
         yield Finding.error((key, "model.ub_tp_comm_overlap"), message, f"{key}=False")
 

@@ -67,7 +67,7 @@ class RunKeys(ParallelKeys):
     update copies them through the GPU, with identical results; its time depends on the host link."""
     enable_cuda_graph: bool | None = None
     """Capture forward and backward of a micro batch as a CUDA graph, with the communication of tensor-parallel ranks:
-    for small models that are limited by kernel launches; with data-parallel ranks, of each layer (docs/distributed.md).
+    for small models that are limited by kernel launches; on other ranks, those of each layer (docs/distributed.md).
     Validation needs additional memory. null: if supported, falling back to eager execution if the capture fails; True:
     raise an error instead."""
     do_layer_norm_weight_decay: bool = False
