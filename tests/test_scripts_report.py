@@ -100,7 +100,7 @@ def test_planned_layouts(report: ModuleType) -> None:
     def row(layout: str, planned_ms: float, planned: list[float], measured: list[float]) -> dict[str, Any]:
         sizes = [{"allocated": int(each * GIB), "used": int((each + 1) * GIB)} for each in planned]
         used = [{"allocated": int(each * GIB), "used": int((each + 2) * GIB)} for each in measured]
-        found = {"layout": layout, "planned_seconds": planned_ms / 1e3, "seconds": 0.1}
+        found = {"layout": layout, "planned_seconds": planned_ms / 1e3, "seconds": 0.1, "recorded": layout == "dp2"}
         return found | {"planned": sizes, "measured": used} | MACHINE
 
     rows = [
@@ -110,8 +110,19 @@ def test_planned_layouts(report: ModuleType) -> None:
     ]
     found = report.TABLES["plan_layouts"].render(rows)
     # of ranks 2 and 3, on which the second stage is, rank 2 is furthest from the plan, and rank 3 the largest
-    assert found.lines[0] == ["pp2 tp2", "110.0", "100.0", "+10.0 %", "6.00", "5.90", "+20.0 %", "7.00", "7.90"]
-    assert found.lines[1] == ["dp2", "95.0", "100.0", "-5.0 %", "8.00", "8.00", "+2.6 %", "9.00", "10.00"]
+    assert found.lines[0] == ["pp2 tp2", "GPU", "110.0", "100.0", "+10.0 %", "6.00", "5.90", "+20.0 %", "7.00", "7.90"]
+    assert found.lines[1] == [
+        "dp2, CUDA graphs",
+        "GPU",
+        "95.0",
+        "100.0",
+        "-5.0 %",
+        "8.00",
+        "8.00",
+        "+2.6 %",
+        "9.00",
+        "10.00",
+    ]
     assert found.notes == [
         "Mean error of time 7.5 %, worst 10.0 %.", "Mean error of memory 11.3 %, worst 20.0 %.",
         "tp4 sp: ValueError: no.",

@@ -240,15 +240,28 @@ def layouts(rows: list[Row]) -> Rendered:
         sizes.insert(2, f"{100 * plan_layouts.memory_error(row):+.1f} %")
         times = {name: 1e3 * row[key] for name, key in (("planned", "planned_seconds"), ("measured", "seconds"))}
         time_error = f"{100 * plan_layouts.time_error(row):+.1f} %"
-        lines.append([row["layout"], *(f"{time:.1f}" for time in times.values()), time_error, *sizes])
-        values[row["layout"]] = times
+        name = f"{row['layout']}, CUDA graphs" if row["recorded"] else row["layout"]
+        card = row["device"].removeprefix("NVIDIA ").split()[0]
+        lines.append([name, card, *(f"{time:.1f}" for time in times.values()), time_error, *sizes])
+        values[f"{name}, {card}"] = times
     notes = [
         f"Mean error of {what} {100 * statistics.mean(found):.1f} %, worst {100 * max(found):.1f} %."
         for what, error in errors.items()
         if (found := [abs(error(row)) for row in ran])
     ]
     notes += [f"{row['layout']}: {row['refused']}." for row in rows if "refused" in row]
-    head = ["layout", "planned ms", "ms", "error", "planned GiB", "GiB", "error", "planned GiB used", "GiB used"]
+    head = [
+        "layout",
+        "card",
+        "planned ms",
+        "ms",
+        "error",
+        "planned GiB",
+        "GiB",
+        "error",
+        "planned GiB used",
+        "GiB used",
+    ]
     return Rendered(head, lines, values, "ms", notes=notes)
 
 

@@ -29,11 +29,12 @@ def launching_seconds(
         gpu: the GPU of a rank.
         layers: of the rank.
         passes: seconds that the GPU computes in the forward and in the backward pass of a layer.
-        computing: seconds that it computes in the step.
+        computing: seconds that it computes in the step, or waits for messages but those of `exchange`.
         exchange: seconds in which it does nothing but exchange the tokens of experts, in the step.
     """
-    micro = run.micro_batches
+    micro, ring = run.micro_batches, _ring_steps(run)
     starting = max(0.0, micro * len(layers) * EFFICIENCY["gpu_seconds"] - computing)
+    starting += micro * len(layers) * ring * EFFICIENCY["gpu_ring_step_seconds"]
     captures = run.uses_cuda_graph and captures_layers(run.model_config, run.ranks)
     outside = _host_seconds_outside(run, gpu, layers)
     if run.uses_cuda_graph and not captures:
@@ -46,6 +47,8 @@ def launching_seconds(
             # that of a layer without compilation is the mean of layers with and without cross-attention
             crosses = run.compiled and layer.stack.cross is not None
             share = EFFICIENCY["host_cross_attention"] if crosses else 1.0
+            share *= EFFICIENCY["host_tensor_parallel"] if run.mesh.tensor > 1 else 1.0
+            share += EFFICIENCY["host_ring_step"] * ring
             launching += micro * own * (EFFICIENCY["host_layer_graph"] if captures else share)
             continue
         repeats, (forward, backward) = _repeats_exchange(layer), passes(layer)
@@ -80,6 +83,12 @@ def _host_seconds_outside(run: RunInputs, gpu: GPUSpec, layers: Sequence[LayerIn
         exchanges = times * sum(not _exchanges_tokens(layer) for layer in layers)
     layer = gpu.efficiency["host_seconds_compiled"]
     return layer * (EFFICIENCY["host_step"] + EFFICIENCY["host_bucket"] * exchanges)
+
+
+def _ring_steps(run: RunInputs) -> int:
+    """Return the steps of ring attention in a layer; 0 without."""
+    split = run.run.context_split
+    return split.ring_ranks if split is not None and split.ring_ranks > 1 else 0
 
 
 def _exchanges_tokens(layer: LayerInStack) -> bool:

@@ -426,11 +426,12 @@ def rank_time(run: RunInputs, memory: MemoryPlan, gpu: GPUSpec) -> RankTime:
         return speeds.forward_and_backward(layer, frozen=run.is_frozen)
 
     exchange = next((each.exposed for each in traffic if each.axis == "expert"), 0.0)
-    parts |= launching_seconds(run, gpu, memory.layers, passes, computing=sum(parts.values()), exchange=exchange)
-    parts["copies not hidden"] = micro * offload_stall_seconds(memory.layers, passes, gpu.host_link)
     once = set[str]() if run.shards_gradients else {"data", "expert data", "replicas"}
     after = sum((each.exposed for each in traffic if each.axis in {"embeddings", "position biases", *once}), 0.0)
     during = sum((each.exposed for each in traffic), -after)
+    busy = sum(parts.values()) + during - exchange
+    parts |= launching_seconds(run, gpu, memory.layers, passes, computing=busy, exchange=exchange)
+    parts["copies not hidden"] = micro * offload_stall_seconds(memory.layers, passes, gpu.host_link)
     computing = micro * speeds.seconds(model_work) + sum(map(sum, repeated))
     scale = (sum(parts.values()) + during) / max(1e-12, computing)
     update = _update_bytes(run) / speeds.pointwise + _newton_schulz_flops(run, memory) / speeds.matmul
