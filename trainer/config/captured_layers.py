@@ -26,12 +26,10 @@ def uncaptured_layer_keys(model: AnyModelBlock) -> Iterator[tuple[str, Any]]:
             yield "fsdp_sharding_strategy", "hybrid"
         elif model.copy_engine_collectives is False:  # likewise
             yield "copy_engine_collectives", False
-        if model.fp8:  # casts are those of gathered weights
-            yield "fp8", model.fp8
+    if model.fp8 and (shards_weights or model.expert_model_parallel_size > 1):
+        yield "fp8", model.fp8  # casts are those of gathered weights; expert ranks agree on scales in every layer
     yield from recompute_keys(model)  # a layer would run twice
     if model.expert_model_parallel_size > 1:
-        if model.fp8 and not shards_weights:  # ranks agree on its scales in every layer
-            yield "fp8", model.fp8
         for at, keys in keys_by_stack(model).items():
             if is_own_block(keys.transformer_block_type):  # its experts may run anywhere in it
                 yield f"{at}transformer_block_type", keys.transformer_block_type

@@ -271,8 +271,8 @@ def _graph_capture(
     on_failure = None if run.resolved.model.enable_cuda_graph else _report_on_every_rank(run)
     if captures_layers(run.resolved.model, run.ranks.world_size):
         report = partial(report_failure, on_failure=on_failure)
+        whole_weights = None if data_parallel is None else data_parallel.whole_weights
         for index, stack in enumerate(model.stacks):
-            whole_weights = None if data_parallel is None else data_parallel.whole_weights
             stack.capture_layers(layer_capture, report, _in_flight(run, model, index), whole_weights)
             if data_parallel is not None:
                 stack.register_forward_pre_hook(partial(_before_forward, data_parallel))
