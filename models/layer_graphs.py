@@ -179,7 +179,9 @@ class _CapturedPart:
         def run() -> list[Tensor]:
             results, self._live = [each for each in self._live if each.requires_grad], []
             wanted = [*(each.tensor for each in self._differentiable), *self.parameters]
-            found: list[Tensor | None] = [*torch.autograd.grad(results, wanted, self._given, allow_unused=True)]
+            # it is captured within a forward pass, but a backward pass begins when autocast has ended
+            with torch.autocast(results[0].device.type, enabled=False):
+                found: list[Tensor | None] = [*torch.autograd.grad(results, wanted, self._given, allow_unused=True)]
             for number, (buffer, gradient) in enumerate(zip(self._differentiable, found[:inputs], strict=True)):
                 if len(buffer.users) > 1:
                     if gradient is not None:
@@ -340,11 +342,16 @@ class LayerGraphs:
 
     def _add(self, key: Any, arguments: Sequence[_Arguments]) -> None:
         """Capture all layers, whose arguments were these in the pass before, once for each pass in flight."""
+        caches = torch.is_autocast_cache_enabled()
+        # a cast that is kept would be in the first graph alone, and keep autograd's nodes on the stream of its capture
+        torch.set_autocast_cache_enabled(False)
         try:
             self._captured[key] = [self._capture_parts(arguments, capture) for capture in self._captures]
         except Exception as error:
             self.release()
             self._on_failure(error)
+        finally:
+            torch.set_autocast_cache_enabled(caches)
 
     def _capture_parts(self, arguments: Sequence[_Arguments], capture: Capture) -> list[_CapturedPart]:
         found: list[_CapturedPart] = []

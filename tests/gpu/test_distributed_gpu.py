@@ -399,7 +399,8 @@ def run(request: pytest.FixtureRequest, forks: ForkServer, tmp_path_factory: pyt
     folder = tmp_path_factory.mktemp("runs")
     batches: dict[str, Batch] = {}
     items: list[Any] = [item for item in request.session.items if item.path == request.path]
-    cases: list[Case] = [case for item in items if (case := item.callspec.params["case"]).ranks <= RANKS]
+    given: list[Case] = [item.callspec.params["case"] for item in items if hasattr(item, "callspec")]
+    cases = [case for case in given if case.ranks <= RANKS]
 
     def run(case: Case) -> tuple[Path, Path, Path]:
         if case.group not in batches:
@@ -440,3 +441,24 @@ def compare_weights(directory: Path, other: Path, step: int, bound: float) -> No
     for name, weight in wanted.items():
         difference = (found[name] - weight).double().norm() / weight.double().norm().clamp(min=1e-3)
         assert difference <= bound, f"{name}: {difference:.1e}"
+
+
+@pytest.mark.skipif(DEVICES < 2, reason="needs 2 GPUs")
+@pytest.mark.xdist_group("graphs under autocast")
+def test_graphs_have_the_bits_of_eager_layers_under_autocast(forks: ForkServer, tmp_path: Path) -> None:
+    keys = [*MODELS["experts"], "trainer.precision=bf16-mixed", "model.compile=false", "trainer.deterministic=true"]
+    layouts = {"alltoall": expert(), "p2p": context("p2p")}
+    jobs = {
+        (name, graphs): job(
+            2, tmp_path / f"{name}-{graphs}", [*keys, *layout, f"model.enable_cuda_graph={graphs}"], STEPS
+        )
+        for name, layout in layouts.items()
+        for graphs in (False, True)
+    }
+    results = tmp_path / "results.jsonl"
+    forks.call("gpu_ranks", train_all.__name__, str(results), list(jobs.values()), SECONDS)
+    assert [json.loads(line)[1] for line in results.read_text().splitlines()] == [""] * len(jobs)
+    for name in layouts:
+        eager, captured = (Path(jobs[name, graphs].directory) for graphs in (False, True))
+        assert "layers run as CUDA graphs" in (captured / "run.log").read_text()
+        compare_weights(captured, eager, STEPS, 0.0)

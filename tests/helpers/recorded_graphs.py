@@ -11,7 +11,7 @@ from stoker.models.layer_graphs import Capture, Graph
 
 
 class Recorded:
-    """Runs a function again, and writes what it returns where it was at first.
+    """Runs a function again, under autocast if it was at first, and writes what it returns where it was.
 
     As in the memory that CUDA graphs have in common, a forward pass overwrites what those captured later have returned:
     gradients may be where it has had its intermediate values.
@@ -23,6 +23,7 @@ class Recorded:
 
     def __init__(self, run: Callable[[], list[Tensor]], together: list[Recorded]) -> None:
         self.run, self.tensors, self.replays = run, run(), 0
+        self._autocast = torch.is_autocast_enabled("cpu")
         self._number, self._together = len(together), together
         together.append(self)
 
@@ -32,7 +33,7 @@ class Recorded:
         for later in self._together[self._number + 1 :] if is_forward else ():
             for tensor in later.tensors:
                 tensor.data.fill_(torch.nan if tensor.is_floating_point() else -1)
-        with torch.enable_grad():
+        with torch.enable_grad(), torch.autocast("cpu", torch.bfloat16, enabled=self._autocast):
             found = self.run()
         for tensor, now in zip(self.tensors, found, strict=True):
             tensor.data.copy_(now)  # without a new version of the tensor, as a graph does

@@ -255,3 +255,42 @@ def test_passes_in_flight_have_graphs_in_turn() -> None:
         found.append([each.grad for each in model.parameters() if each.grad is not None])
     assert_equal(*found)
     assert [each.replays for each in captured] == [5] * 12
+
+
+def test_graphs_share_no_casts_of_autocast() -> None:
+    """Autocast keeps casts of weights for the rest of a forward pass; those of a graph are in its memory and stream."""
+    caches: list[bool] = []
+
+    def build_capture() -> Capture:
+        capture = recorder([])
+
+        def capture_and_look(run: Callable[[], list[Tensor]]) -> tuple[Graph, list[Tensor]]:
+            caches.append(torch.is_autocast_cache_enabled())
+            return capture(run)
+
+        return capture_and_look
+
+    model = gpt()
+    capture_all(model, build_capture)
+    with torch.autocast("cpu", torch.bfloat16):
+        run_passes(model, WARM_UP_MICRO_BATCHES + 1, gpt_batch)
+        assert torch.is_autocast_cache_enabled()
+    assert caches == [False] * 6
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_only_forward_passes_run_under_autocast(monkeypatch: pytest.MonkeyPatch, whole: bool) -> None:
+    """The router computes in fp32, and so does its backward pass, which begins when autocast has ended."""
+    if not whole:
+        monkeypatch.setattr(stack, "_has_fixed_shapes", lambda layer: False)
+    ours, theirs = gpt(**EXPERTS).float(), gpt(**EXPERTS).float()
+    capture_all(ours, lambda: recorder([]))
+    found: list[list[Tensor]] = []
+    for model in (ours, theirs):
+        model.train()
+        for number in range(WARM_UP_MICRO_BATCHES + 3):
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = model.batch_loss(gpt_batch(number, 2), torch.tensor(16.0))
+            loss.backward()
+        found.append([each.grad for each in model.parameters() if each.grad is not None])
+    assert_equal(*found)
