@@ -21,10 +21,10 @@ HAS_GATHER = gl.constexpr(hasattr(_memory, "gather"))
 def allocate_scratch():
     """Allocate shared memory for one tile of one consumer."""
     if HAS_GATHER:
-        layout: gl.constexpr = gl.PaddedSharedLayout.with_identity_for([[64, 1]], [64, 64], [1, 0])
+        layout: gl.constexpr = gl.PaddedSharedLayout.with_identity_for([[64, 4]], [64, 64], [1, 0])
         scratch = gl.allocate_shared_memory(gl.float32, [64, 64], layout)
     else:
-        wide: gl.constexpr = gl.PaddedSharedLayout.with_identity_for([[128, 2]], [64, 128], [1, 0])
+        wide: gl.constexpr = gl.PaddedSharedLayout.with_identity_for([[128, 1], [256, 8]], [64, 128], [1, 0])
         scratch = gl.allocate_shared_memory(gl.float32, [64, 128], wide)
     return scratch
 
@@ -33,8 +33,9 @@ def allocate_scratch():
 def _skewed(tile, scratch, layout: gl.constexpr):
     """Skew a (64 queries, 64 keys) tile: column 64 + j - i of row i of the result is column j; other elements are 0.
 
-    Without gather the tile is stored with a row pitch of 129 numbers, in columns 64 to 127, and loaded with a pitch of
-    130: the address 129 i + 64 + j equals 130 i + (64 + j - i).
+    Without gather the tile is stored with a row pitch of 128 numbers, in columns 64 to 127, and loaded with a pitch of
+    129: the address 128 i + 64 + j equals 129 i + (64 + j - i). A warp stores 8 keys of 4 rows, 2 apart. So that these
+    are in all 32 banks, two rows are followed by 8 numbers of padding; with gather each row by 4.
     """
     row = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(1, layout)), 1)
     column = gl.expand_dims(gl.arange(0, 128, gl.SliceLayout(0, layout)), 0) + row - 64
@@ -42,7 +43,7 @@ def _skewed(tile, scratch, layout: gl.constexpr):
         scratch.store(tile)
         skewed = scratch.gather(gl.minimum(gl.maximum(column, 0), 63), 1)
     else:
-        narrow: gl.constexpr = gl.PaddedSharedLayout.with_identity_for([[128, 1]], [64, 128], [1, 0])
+        narrow: gl.constexpr = gl.PaddedSharedLayout.with_identity_for([[256, 8]], [64, 128], [1, 0])
         scratch._reinterpret(gl.float32, [64, 128], narrow).slice(64, 64, dim=1).store(tile)
         skewed = scratch.load(layout)
     return gl.where((column >= 0) & (column < 64), skewed, 0.0)
