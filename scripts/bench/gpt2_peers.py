@@ -10,7 +10,7 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
-from peers import Peers, Shape, Step, autocast_step, hf_step
+from peers import Peers, Shape, Step, Weights, hf_step, plain_step
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -68,11 +68,10 @@ class PlainGPT2(nn.Module):
         return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
 
 
-def plain_torch(shape: Shape, *, attention: SDPBackend) -> Step:
-    """Train step of plain torch: the whole model compiled, bf16 autocast."""
+def plain_torch(shape: Shape, *, attention: SDPBackend, weights: Weights = "fp32") -> Step:
+    """Train step of GPT-2 in plain torch."""
     with torch.device("cuda"):
-        model = PlainGPT2(shape, attention)
-    return autocast_step(torch.compile(model), model)
+        return plain_step(PlainGPT2(shape, attention), weights)
 
 
 PEERS: Peers = {
@@ -84,5 +83,9 @@ PEERS: Peers = {
     "plain_flash": (
         "plain torch, compiled, forced flash SDPA, bf16 autocast",
         partial(plain_torch, attention=SDPBackend.FLASH_ATTENTION),
+    ),
+    "plain_main": (
+        "plain torch, compiled, forced cuDNN SDPA, bf16 weights, fp32 main weights",
+        partial(plain_torch, attention=SDPBackend.CUDNN_ATTENTION, weights="main"),
     ),
 }

@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, _foreach_copy_, nn  # pyright: ignore[reportPrivateImportUsage]
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 Step = Callable[[Tensor, Tensor], Tensor]
@@ -32,6 +33,8 @@ class Shape:
     micro_batch: int = 4
 
 
+Weights = Literal["fp32", "main", "bf16"]
+"""Weights in fp32 under bf16 autocast, in bf16 with fp32 main weights and moments, or all in bf16."""
 Peers = dict[str, tuple[str, Callable[[Shape], Step]]]
 """Name -> title, builder."""
 
@@ -77,6 +80,38 @@ def autocast_step(loss_of: Callable[[Tensor, Tensor], Tensor], model: nn.Module,
         return finish_step(loss, model.parameters(), optimizer)
 
     return step
+
+
+def main_weights_step(loss_of: Callable[[Tensor, Tensor], Tensor], model: nn.Module) -> Step:
+    """Train step with weights in bf16, and fp32 main weights and moments in the optimizer."""
+    weights: list[Tensor] = list(model.parameters())
+    mains = nn.ParameterList(each.detach().float() for each in weights)
+    optimizer = build_optimizer(mains)
+    copies, gradients = [each.detach() for each in mains], [torch.zeros_like(each) for each in mains]
+    for each, gradient in zip(mains, gradients, strict=True):
+        each.grad = gradient
+
+    def step(tokens: Tensor, labels: Tensor) -> Tensor:
+        loss = loss_of(tokens, labels)
+        loss.backward()
+        nn.utils.clip_grad_norm_(weights, 1.0)
+        with torch.no_grad():
+            _foreach_copy_(gradients, [each.grad for each in weights if each.grad is not None])
+            optimizer.step()
+            _foreach_copy_(weights, copies)
+        model.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    return step
+
+
+def plain_step(model: nn.Module, weights: Weights) -> Step:
+    """Train step of a model in plain torch, compiled as a whole."""
+    if weights != "fp32":
+        for parameter in model.parameters():  # not the buffers, angles of positions
+            parameter.data = parameter.data.bfloat16()
+    run = torch.compile(model)
+    return main_weights_step(run, model) if weights == "main" else autocast_step(run, model, enabled=weights == "fp32")
 
 
 def hf_llama(shape: Shape, *, whole: bool = False) -> Step:
@@ -169,22 +204,22 @@ class PlainGPT(nn.Module):
         return F.cross_entropy(self.head(self.norm(x)).float().flatten(0, 1), labels.flatten())
 
 
-def plain_torch(shape: Shape, *, pure: bool = False) -> Step:
-    """Train step of plain torch: the whole model compiled, cuDNN attention; bf16 autocast, or pure bf16."""
+def plain_torch(shape: Shape, *, weights: Weights) -> Step:
+    """Train step of Llama in plain torch, with cuDNN attention."""
     with torch.device("cuda"):
-        model = PlainGPT(shape)
-    if pure:
-        for parameter in model.parameters():  # not the buffers, angles of positions
-            parameter.data = parameter.data.bfloat16()
-    return autocast_step(torch.compile(model), model, enabled=not pure)
+        return plain_step(PlainGPT(shape), weights)
 
 
 PEERS: Peers = {
     "hf": ("HF Llama, each layer compiled, SDPA, bf16 autocast", hf_llama),
     "hf_whole": ("HF Llama, the whole model compiled, SDPA, bf16 autocast", partial(hf_llama, whole=True)),
-    "plain": ("plain torch, compiled, forced cuDNN SDPA, bf16 autocast", plain_torch),
+    "plain": ("plain torch, compiled, forced cuDNN SDPA, bf16 autocast", partial(plain_torch, weights="fp32")),
+    "plain_main": (
+        "plain torch, compiled, forced cuDNN SDPA, bf16 weights, fp32 main weights",
+        partial(plain_torch, weights="main"),
+    ),
     "plain_bf16": (
         "plain torch, compiled, forced cuDNN SDPA, pure bf16 weights and moments",
-        partial(plain_torch, pure=True),
+        partial(plain_torch, weights="bf16"),
     ),
 }
