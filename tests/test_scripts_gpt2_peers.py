@@ -68,3 +68,21 @@ def test_plain_gpt2_has_as_many_parameters_as_stokers(bench: ModuleType) -> None
         batch_spec=batch_spec(root),
     )
     assert sum(parameter.numel() for parameter in model.parameters()) == num_parameters(ours) == 124_475_904
+
+
+def test_main_weights_are_updated_as_fp32_weights(bench: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", lambda model: model)
+    shape = bench.Shape(layers=1, hidden=16, heads=2, groups=2, ffn=32, vocab=32, sequence=8, micro_batch=2)
+    model = bench.gpt2_peers.PlainGPT2(shape, SDPBackend.MATH).bfloat16()
+    tokens, labels = torch.randint(0, 32, (2, 2, 8), generator=torch.Generator().manual_seed(0))
+    model(tokens, labels).backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    mains = [torch.nn.Parameter(each.detach().float()) for each in model.parameters()]
+    for main, weight in zip(mains, model.parameters(), strict=True):
+        assert weight.grad is not None
+        main.grad = weight.grad.float()
+    bench.peers.build_optimizer(torch.nn.ParameterList(mains)).step()
+    model.zero_grad()
+    bench.peers.plain_step(model, "main")(tokens, labels)
+    for main, weight in zip(mains, model.parameters(), strict=True):
+        assert torch.equal(weight, main.bfloat16())

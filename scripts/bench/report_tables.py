@@ -81,7 +81,7 @@ CELLS: dict[str, Callable[[Contender], str]] = {
         f"{statistics.median(row['peak_gib'] for row in one.base) - one.median('peak_gib'):.1f}" if one.base else ""
     ),
 }
-PEERS = ("hf", "plain")
+PEERS = ("hf", "plain", "nano_t5", "fat5")
 """How the names of peers begin."""
 STEP = ("tokens/s", "ms/step", "peak GiB", "stoker is faster by")
 MEMORY = ("tokens/s", "peak GiB", "planned", "reserved", "CUDA graph", "speed, of", "saved, GiB")
