@@ -15,8 +15,8 @@ encoder) are copied once and their gradients are summed in place, and the gradie
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -174,13 +174,15 @@ class _CapturedPart:
         if not self._given:  # nothing up to here is trained
             return
         inputs = len(self._differentiable)
+        memory(0, self.buffers[0].tensor)  # not of this graph alone
         known: list[bool] = []
 
         def run() -> list[Tensor]:
             results, self._live = [each for each in self._live if each.requires_grad], []
             wanted = [*(each.tensor for each in self._differentiable), *self.parameters]
-            # it is captured within a forward pass, but a backward pass begins when autocast has ended
-            with torch.autocast(results[0].device.type, enabled=False):
+            # it is captured within a forward pass, but a backward pass begins when autocast has ended; hooks of
+            # parameters run after each replay
+            with torch.autocast(results[0].device.type, enabled=False), _without_hooks(self.parameters):
                 found: list[Tensor | None] = [*torch.autograd.grad(results, wanted, self._given, allow_unused=True)]
             for number, (buffer, gradient) in enumerate(zip(self._differentiable, found[:inputs], strict=True)):
                 if len(buffer.users) > 1:
@@ -370,6 +372,19 @@ class LayerGraphs:
         if key not in self._memory:
             self._memory[key] = torch.empty_like(like, requires_grad=False)
         return self._memory[key]
+
+
+@contextmanager
+def _without_hooks(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Context in which `torch.autograd.grad` does not run the hooks of parameters on their gradients."""
+    hooks = [each._backward_hooks for each in parameters]
+    for each in parameters:
+        each._backward_hooks = None
+    try:
+        yield
+    finally:
+        for each, held in zip(parameters, hooks, strict=True):
+            each._backward_hooks = held
 
 
 def _buffer(given: _Input, before: _CapturedPart | None) -> _Buffer:

@@ -196,10 +196,12 @@ class T5(BaseLanguageModel):
         self.encoder.draw_dropout(tokens.shape, tokens.device, self.dropouts[0])  # drawn before those of the decoder
         shard = self.encoder.shard
         places = token_places(tokens.shape, shard, tokens.device) if self.training else None
-        encoded = EncoderOutput(at.received[-1], whole_sequences(padding, shard), places)
+        received = at.received[-1]
+        # of their own: gradients of the layers are summed before that of the stages behind is added, as by CUDA graphs
+        encoded = EncoderOutput(received.view_as(received), whole_sequences(padding, shard), places)
         routed = self._decoder_routed(labels)
         hidden = self._run_decoder(decoder_tokens, encoded, documents, decoder_documents, kind, routed, at)
-        return (self._loss(hidden, labels, denominator),) if at.stage.last else (hidden, encoded.hidden)
+        return (self._loss(hidden, labels, denominator),) if at.stage.last else (hidden, received)
 
     def hidden_states(
         self,

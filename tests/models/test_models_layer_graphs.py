@@ -294,3 +294,12 @@ def test_only_forward_passes_run_under_autocast(monkeypatch: pytest.MonkeyPatch,
             loss.backward()
         found.append([each.grad for each in model.parameters() if each.grad is not None])
     assert_equal(*found)
+
+
+def test_hooks_of_parameters_run_once() -> None:
+    ours, theirs = gpt(), gpt()
+    for model in (ours, theirs):
+        for parameter in model.parameters():
+            parameter.register_hook(lambda gradient: 0.5 * gradient)
+    capture_all(ours, lambda: recorder([]))
+    assert_equal(run_passes(ours, 8, gpt_batch), run_passes(theirs, 8, gpt_batch))

@@ -21,7 +21,14 @@ VIRTUAL = PIPELINE | {"model__virtual_pipeline_model_parallel_size": 2}
 FOUR_STAGES = {"model__pipeline_model_parallel_size": 4}
 FEW = {"model__global_batch_size": 6}
 """Three micro batches, fewer than stages."""
+FEW_AT_FIRST = {
+    "model__rampup_batch_size": [4, 4, 60], "model__global_batch_size": 16, "trainer__max_steps": 8,
+    "trainer__val_check_interval": 8,
+}  # fmt: skip
+"""Two micro batches at first, then four, six and eight."""
 DECODER_STAGE = PIPELINE | {"model__pipeline_model_parallel_split_rank": 1}
+DECODER_STAGES = DECODER_STAGE | {"model__pipeline_model_parallel_size": 3}
+LONGER_DECODER = {**T5, "model": {**T5["model"], "decoder": {**T5["model"]["decoder"], "num_layers": 4}}}
 
 
 def context(exchange: str, ranks: int = 2) -> dict[str, Any]:
@@ -60,7 +67,9 @@ def runs(tmp_path_factory, forks):
             ("four-stages", 4, DDP, GPT | FOUR_STAGES),
             ("few-micro-batches", 4, DDP, GPT | FOUR_STAGES | FEW | {"trainer__max_steps": 6}),
             ("growing", 4, ZERO1, GPT | PIPELINE | RAMP_UP),
+            ("growing-stages", 4, DDP, GPT | FOUR_STAGES | FEW_AT_FIRST),
             ("decoder-stage", 2, DDP, T5 | DECODER_STAGE),
+            ("decoder-stages", 3, DDP, LONGER_DECODER | DECODER_STAGES),
             ("stages-tensor", 4, DDP, GPT | PIPELINE | SEQUENCE),
             ("stages-traced", 4, ZERO1, GPT | VIRTUAL | {"traced": True}),
             ("stages-experts", 4, DDP, EXPERTS | PIPELINE),

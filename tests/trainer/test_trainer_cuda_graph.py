@@ -18,6 +18,7 @@ from stoker.trainer.config.resolved_run import resolve_run
 from stoker.trainer.config.run_config import RunConfig
 from stoker.trainer.config.schema.root import RootBlock
 from stoker.trainer.core import training_loop
+from stoker.trainer.data.batch_sampler import BatchSchedule
 from stoker.trainer.device.cuda_graph_support import cuda_graph_unsupported_reason
 from stoker.trainer.distributed.pipeline import Pipeline, StageShapes
 from stoker.trainer.distributed.process_group import DistributedContext
@@ -152,7 +153,7 @@ def test_only_a_recording_that_is_asked_for_ends_the_run(tmp_path, monkeypatch, 
     root = tiny_config(tmp_path, trainer__accelerator="auto", model__enable_cuda_graph=wish).root
     log, ranks = SimpleNamespace(log=print), DistributedContext()
     run: Any = SimpleNamespace(resolved=resolve_run(root), uses_cuda_graph=True, logger=log, ranks=ranks)
-    recorder: Any = training_loop._graph_capture(run, nn.Linear(1, 1), None)  # pyright: ignore[reportArgumentType]
+    recorder: Any = training_loop._graph_capture(run, nn.Linear(1, 1), None, BatchSchedule(1))  # pyright: ignore[reportArgumentType]
     assert recorder(None) is (None if wish else print)
 
 
@@ -165,7 +166,7 @@ def test_a_failure_of_one_rank_alone_is_told(tmp_path, monkeypatch, capsys):
     run: Any = SimpleNamespace(resolved=resolved, uses_cuda_graph=True, logger=logger, ranks=ranks)
     stack = SimpleNamespace(capture_layers=lambda build, on_failure, *others: seen.append(on_failure))
     model: Any = SimpleNamespace(stacks=[stack])
-    assert training_loop._graph_capture(run, model, None) is None
+    assert training_loop._graph_capture(run, model, None, BatchSchedule(1)) is None
     seen[0](torch.OutOfMemoryError("tried to allocate"))
     assert "rank 1: warning: out of memory while capturing" in capsys.readouterr().err
 

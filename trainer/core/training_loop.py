@@ -179,7 +179,7 @@ def _build_module(run: RunContext, state: TrainingState, schedule: BatchSchedule
         losses=mesh.losses,
         data_parallel=state.data_parallel,
         pipeline=_build_pipeline(run, state.model),
-        graph_capture=_graph_capture(run, state.model, state.data_parallel),
+        graph_capture=_graph_capture(run, state.model, state.data_parallel, schedule),
         expert_balancer=build_expert_balancer(
             keys, state.model, lambda step: schedule.batch_size(step) // keys.micro_batch_size, mesh.data
         ),
@@ -259,7 +259,7 @@ def build_throughput(run: ResolvedRun, vocab_size: int, device: torch.device) ->
 
 
 def _graph_capture(
-    run: RunContext, model: LanguageModel, data_parallel: DataParallel | None
+    run: RunContext, model: LanguageModel, data_parallel: DataParallel | None, schedule: BatchSchedule
 ) -> Callable[[RunMicroBatch], RunMicroBatch] | None:
     """Return a wrapper that captures micro batches as CUDA graphs, or None for eager; see `model.enable_cuda_graph`.
 
@@ -273,7 +273,7 @@ def _graph_capture(
         report = partial(report_failure, on_failure=on_failure)
         whole_weights = None if data_parallel is None else data_parallel.whole_weights
         for index, stack in enumerate(model.stacks):
-            stack.capture_layers(layer_capture, report, _in_flight(run, model, index), whole_weights)
+            stack.capture_layers(layer_capture, report, _in_flight(run, model, index, schedule), whole_weights)
             if data_parallel is not None:
                 stack.register_forward_pre_hook(partial(_before_forward, data_parallel))
         return None
@@ -285,13 +285,17 @@ def _before_forward(data_parallel: DataParallel, stack: Stack, *arguments: Any) 
         data_parallel.before_forward()
 
 
-def _in_flight(run: RunContext, model: LanguageModel, stack: int) -> Mapping[range, int] | None:
+def _in_flight(
+    run: RunContext, model: LanguageModel, stack: int, schedule: BatchSchedule
+) -> Mapping[range, int] | None:
     """Return the `in_flight` of `Stack.capture_layers`; None without a pipeline."""
     split = run.resolved.pipeline
     if split is None or model.pipeline is None:
         return None
+    # fewer micro batches than ranks, as a ramp-up may begin with, are all in flight at a time
+    numbers = [size * run.resolved.micro_batches // schedule.global_batch_size for size in schedule.batch_sizes]
     return {
-        stage.layers: stage_in_flight(stage.number, split.ranks, split.chunks, run.resolved.micro_batches)
+        stage.layers: max(stage_in_flight(stage.number, split.ranks, split.chunks, number) for number in numbers)
         for stage in model.pipeline.stages
         if stage.stack == stack
     }

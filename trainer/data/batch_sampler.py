@@ -62,6 +62,11 @@ class BatchSchedule:
         self._phases.append((step, consumed, global_batch_size))
         self._starts = [first for first, _, _ in self._phases]
 
+    @property
+    def batch_sizes(self) -> list[int]:
+        """Global batch sizes from the first step on, in their order."""
+        return [size for _, _, size in self._phases]
+
     def consumed_samples(self, step: int) -> int:
         """Return the samples consumed after `step` steps: the data position of the next step."""
         first, consumed, size = self._phase(step)
