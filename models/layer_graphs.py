@@ -174,7 +174,7 @@ class _CapturedPart:
         if not self._given:  # nothing up to here is trained
             return
         inputs = len(self._differentiable)
-        memory(0, self.buffers[0].tensor)  # not of this graph alone
+        memory(0, self.buffers[0].tensor)  # allocated before capture, whose memory is that of one pass in flight
         known: list[bool] = []
 
         def run() -> list[Tensor]:

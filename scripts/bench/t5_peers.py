@@ -34,6 +34,8 @@ BASE: dict[str, Any] = {
     "use_cache": False,
 }
 Step = Callable[[], object]
+LossOf = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""Loss of encoder tokens, decoder tokens and labels, int64 (B, S)."""
 
 
 class Shape(NamedTuple):
@@ -58,15 +60,20 @@ class Shape(NamedTuple):
         ]
 
 
-def train_step(
-    shape: Shape, model: nn.Module, loss_of: Callable[[Tensor, Tensor, Tensor], Tensor], *, compiled: bool
-) -> Step:
+def own_loss(model: nn.Module) -> LossOf:
+    """Return the loss that a model computes itself."""
+    return lambda tokens, decoder_tokens, labels: (
+        model(input_ids=tokens, decoder_input_ids=decoder_tokens, labels=labels).loss
+    )
+
+
+def train_step(shape: Shape, model: nn.Module, loss_of: LossOf, *, compiled: bool) -> Step:
     """Return a step on new random tokens.
 
     Args:
         shape: tokens and samples.
         model: model on the GPU, in fp32.
-        loss_of: loss of encoder tokens, decoder tokens and labels, int64 of shape (B, S).
+        loss_of: returns the loss.
         compiled: compile `loss_of` as a whole.
     """
     model.train()
@@ -125,10 +132,7 @@ def nano_t5(shape: Shape) -> Step:
     with torch.device("cuda"):
         model = t5_model.MyT5(config)
 
-    def loss_of(tokens: Tensor, decoder_tokens: Tensor, labels: Tensor) -> Tensor:
-        return model(input_ids=tokens, decoder_input_ids=decoder_tokens, labels=labels).loss
-
-    return train_step(shape, model, loss_of, compiled=True)
+    return train_step(shape, model, own_loss(model), compiled=True)
 
 
 def fat5(shape: Shape, *, compiled: bool) -> Step:
@@ -155,10 +159,7 @@ def fat5(shape: Shape, *, compiled: bool) -> Step:
     with torch.device("cuda"):
         model = FlashT5ForConditionalGeneration(config)
 
-    def loss_of(tokens: Tensor, decoder_tokens: Tensor, labels: Tensor) -> Tensor:
-        return model(input_ids=tokens, decoder_input_ids=decoder_tokens, labels=labels).loss
-
-    return train_step(shape, model, loss_of, compiled=compiled)
+    return train_step(shape, model, own_loss(model), compiled=compiled)
 
 
 PEERS: dict[str, tuple[str, Callable[[Shape], Step]]] = {

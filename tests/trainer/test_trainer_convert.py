@@ -260,7 +260,7 @@ def test_train_generate_and_evaluate(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 def test_a_folder_is_asked_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """What is written is what the converted model writes; nothing is left behind; what cannot act is refused."""
+    """The files are those that the converted model writes; nothing is left behind; what cannot act is refused."""
     theirs, ours = save(random_model("gpt2"), tmp_path / "theirs"), tmp_path / "ours"
     letter_tokenizer(theirs)
     convert(theirs, ours)

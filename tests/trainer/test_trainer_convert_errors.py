@@ -55,7 +55,7 @@ def refusal(
     code: int = EXIT_BAD_INPUT,
     options: tuple[str, ...] = BYTES,
 ) -> str:
-    """What is said of a conversion that is refused, and that nothing was written."""
+    """Return what is said of a conversion that is refused; nothing may have been written."""
     target = Path(arguments[1])
     beside = set(target.parent.iterdir())
     capsys.readouterr()

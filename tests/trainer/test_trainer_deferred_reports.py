@@ -51,7 +51,7 @@ def late(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What happens in a run, in its order: the steps, and the lines of reports and validations."""
+    """Return the steps of a run and the lines of its reports and validations, in their order."""
     found: list[str] = []
     step, report, validation = LanguageModule.training_step, RunLogger.log_step, RunLogger.log_validation
 

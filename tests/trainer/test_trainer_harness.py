@@ -99,7 +99,7 @@ def models(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def evaluated(model: Any, folder: Path, names: list[str], **arguments: Any) -> Any:
-    """What the harness makes of tasks; it asks installed packages for model types after 0.4.13 only."""
+    """Return the harness's results of tasks; it asks installed packages for model types after 0.4.13 only."""
     lm_eval = pytest.importorskip("lm_eval")
     import_module("stoker.trainer.evaluation.harness.lm_eval_model")
     from lm_eval.tasks import TaskManager  # pyright: ignore[reportMissingImports]

@@ -132,7 +132,7 @@ def assert_scores_agree(scores: list[Score], expected: list[Score]) -> None:
 
 
 def test_an_expert_with_a_capacity_sees_one_text_at_a_time(tmp_path: Path) -> None:
-    """What such an expert drops depends on what is beside a text."""
+    """Such an expert drops tokens depending on what is beside a text."""
     _, restored = both("mixtral", tmp_path)
     requests = some_requests()
     for module in restored.model.modules():
