@@ -344,16 +344,13 @@ class LayerGraphs:
 
     def _add(self, key: Any, arguments: Sequence[_Arguments]) -> None:
         """Capture all layers, whose arguments were these in the pass before, once for each pass in flight."""
-        caches = torch.is_autocast_cache_enabled()
-        # a cast that is kept would be in the first graph alone, and keep autograd's nodes on the stream of its capture
-        torch.set_autocast_cache_enabled(False)
         try:
             self._captured[key] = [self._capture_parts(arguments, capture) for capture in self._captures]
         except Exception as error:
             self.release()
             self._on_failure(error)
         finally:
-            torch.set_autocast_cache_enabled(caches)
+            torch.clear_autocast_cache()
 
     def _capture_parts(self, arguments: Sequence[_Arguments], capture: Capture) -> list[_CapturedPart]:
         found: list[_CapturedPart] = []
@@ -361,6 +358,9 @@ class LayerGraphs:
             buffers = [_buffer(each, found[-1] if found else None) for each in given.inputs]
             for each in buffers:
                 each.users.append(number)
+            # a cast that autocast keeps would be in the first graph alone, and keep autograd's nodes on the stream of
+            # its capture; to switch the cache off would compile the layers again, in the capture
+            torch.clear_autocast_cache()
             found.append(_CapturedPart(number, part, given, buffers))
             found[-1].capture_forward(capture)
         for captured in reversed(found):

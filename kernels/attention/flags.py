@@ -43,7 +43,7 @@ _IGNORED_FLAGS = {
     "NVTE_BIAS_GELU_NVFUSION": _LAYERS,
     "NVTE_BIAS_DROPOUT_FUSION": _LAYERS,
     "NVTE_TORCH_COMPILE": _LAYERS,
-    "NVTE_BATCH_MHA_P2P_COMM": "it configures context parallelism, which is not supported",
+    "NVTE_BATCH_MHA_P2P_COMM": "`model.context_parallel_size` and `model.cp_comm_type` set context parallelism",
     "NVTE_CPU_OFFLOAD_V1": _LAYERS,
 }
 KNOWN_FLAGS = (*SUPPORTED_FLAGS, *_IGNORED_FLAGS)

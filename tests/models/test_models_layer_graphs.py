@@ -1,17 +1,19 @@
 """Layers by graphs: losses and gradients of eager layers, bit for bit, with a substitute for CUDA graphs.
 
-CUDA graphs themselves: `tests/gpu/test_distributed_gpu.py`.
+CUDA graphs themselves: `tests/gpu/test_models_layer_graphs_gpu.py` and `test_distributed_gpu.py` there.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from recorded_graphs import Recorded, recorder
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from stoker.kernels.attention.flags import AttentionFlags
 from stoker.models import stack
@@ -257,25 +259,70 @@ def test_passes_in_flight_have_graphs_in_turn() -> None:
     assert [each.replays for each in captured] == [5] * 12
 
 
+class Casts(TorchDispatchMode):
+    """Counts casts to bfloat16."""
+
+    count = 0
+
+    def __torch_dispatch__(self, operation: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
+        self.count += operation is torch.ops.aten._to_copy.default and options.get("dtype") is torch.bfloat16
+        return operation(*arguments, **(options or {}))
+
+
 def test_graphs_share_no_casts_of_autocast() -> None:
     """Autocast keeps casts of weights for the rest of a forward pass; those of a graph are in its memory and stream."""
-    caches: list[bool] = []
+    casts: list[int] = []
 
     def build_capture() -> Capture:
         capture = recorder([])
 
-        def capture_and_look(run: Callable[[], list[Tensor]]) -> tuple[Graph, list[Tensor]]:
-            caches.append(torch.is_autocast_cache_enabled())
-            return capture(run)
+        def capture_and_count(run: Callable[[], list[Tensor]]) -> tuple[Graph, list[Tensor]]:
+            with Casts() as mode:
+                captured = capture(run)
+            casts.append(mode.count)
+            return captured
 
-        return capture_and_look
+        return capture_and_count
 
-    model = gpt()
+    model = gpt().float()
+    for layer in model.stacks[0].layers[1:]:  # all layers have the same weights
+        for name, module in layer.named_modules():
+            for key in module._parameters:
+                module._parameters[key] = model.stacks[0].layers[0].get_submodule(name)._parameters[key]
     capture_all(model, build_capture)
-    with torch.autocast("cpu", torch.bfloat16):
-        run_passes(model, WARM_UP_MICRO_BATCHES + 1, gpt_batch)
-        assert torch.is_autocast_cache_enabled()
-    assert caches == [False] * 6
+    model.train()
+    for number in range(WARM_UP_MICRO_BATCHES + 1):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model.batch_loss(gpt_batch(number, 2), 16.0)
+        loss.backward()
+        del loss
+    first, second, third = casts[:3]
+    assert first == second == third > 0
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_capture_compiles_nothing(monkeypatch: pytest.MonkeyPatch, autocast: bool) -> None:
+    """What compiles would launch and measure kernels within the capture."""
+    compiled: list[int] = []
+
+    def backend(module: torch.fx.GraphModule, _: object) -> Any:
+        compiled.append(1)
+        return module
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
+    torch.compiler.reset()
+    model, captured = gpt(attention_backend="unfused").float(), list[Recorded]()
+    model.stacks[0].compile_layers()
+    capture_all(model, lambda: recorder(captured))
+    model.train()
+    counts: list[int] = []
+    for number in range(WARM_UP_MICRO_BATCHES + 2):
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            loss = model.batch_loss(gpt_batch(number, 2), 16.0)
+        loss.backward()
+        counts.append(len(compiled))
+    assert len(captured) == 2 * 3
+    assert counts[0] == counts[-1] > 0
 
 
 @pytest.mark.parametrize("whole", [True, False])
