@@ -50,7 +50,7 @@ def compile_variant(name: str, kernel: Any, constants: dict[str, Any]) -> dict[s
     """Compile a variant; return its registers, spills, shared memory and instruction counts.
 
     `awaited` counts the wgmma instructions that are waited for at once. ptxas does that to all of them where it finds
-    that their registers do not suffice, without a word.
+    that their registers do not suffice, without a word. `vector_stores` counts those of 8 or 16 bytes by a thread.
     """
     import triton
     from triton.backends.compiler import GPUTarget
@@ -88,6 +88,7 @@ def compile_variant(name: str, kernel: Any, constants: dict[str, Any]) -> dict[s
     return row | {
         "wgmma": compiled.asm["ptx"].count("wgmma.mma_async"),
         "awaited": sum(pair == ("HGMMA", "WARPGROUP.DEPBAR") for pair in itertools.pairwise(waits)),
+        "vector_stores": len(re.findall(r"st\.global\.v[24]\.b32", compiled.asm["ptx"])),
         "triton": triton.__version__,
     }
 

@@ -11,6 +11,7 @@ with the weights of the first through shared memory.
 
 from __future__ import annotations
 
+from triton.experimental.gluon import constexpr_function
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
@@ -117,14 +118,36 @@ def exponents(
     return s * scale_log2 - gl.expand_dims(lse - shift, 0)
 
 
+@constexpr_function
+def _rows_layout(head_dim, width):
+    """Layout of 64 rows with `width` (4, 8) consecutive columns in a thread, and the rows of wgmma's sums in a warp.
+
+    The sums have 2 columns in a thread. From there to 4 and from 4 to 8 is an exchange within warps; where more than
+    one bit of a column moves at once, Triton goes through shared memory, which these kernels have none left of.
+    """
+    columns = [[0, 1 << bit] for bit in range(head_dim.bit_length() - 1)]
+    in_thread, across = (columns[:2], columns[2:4]) if width == 4 else (columns[:3], columns[4:2:-1])
+    others = [column for column in columns if column not in in_thread + across]
+    return gl.DistributedLinearLayout(
+        reg_bases=[*in_thread, [8, 0], *others],
+        lane_bases=[*across, [1, 0], [2, 0], [4, 0]],
+        warp_bases=[[16, 0], [32, 0]],
+        block_bases=[],
+        shape=[64, head_dim],
+    )
+
+
 @jit
 def store_rows(pointer, sums, key, pair, groups, row_heads, keys, HEAD_DIM: gl.constexpr):
     """Store rows to (batch, keys, groups, HEAD_DIM), part of a contiguous tensor (batch, keys, row_heads, HEAD_DIM)."""
-    layout: gl.constexpr = sums.type.layout
+    nearer: gl.constexpr = _rows_layout(HEAD_DIM, 4)
+    # the second exchange costs wider rows what it gains (H200)
+    layout: gl.constexpr = _rows_layout(HEAD_DIM, 8 if HEAD_DIM == 64 else 4)
+    values = gl.convert_layout(gl.convert_layout(sums.to(pointer.dtype.element_ty), nearer), layout)
     j = key + gl.expand_dims(gl.arange(0, sums.shape[0], gl.SliceLayout(1, layout)), 1)
     column = gl.expand_dims(gl.arange(0, HEAD_DIM, gl.SliceLayout(0, layout)), 0)
     row = (pair // groups * keys + j).to(gl.int64) * row_heads + pair % groups
-    gl.store(pointer + row * HEAD_DIM + column, sums.to(pointer.dtype.element_ty), mask=j < keys)
+    gl.store(pointer + row * HEAD_DIM + column, values, mask=j < keys)
 
 
 @jit
