@@ -102,9 +102,10 @@ def _order_of_keys(q: Tensor, k: Tensor, blocks: KeyTileConfig, causal: bool) ->
     return tile_order(True, queries, keys, rows, blocks.queries, causal, batch * groups, concurrent, q.device)
 
 
-def _forward_blocks(head_dim: int, keys: int, problem: FlashAttentionParams) -> QueryTileConfig:
+def _forward_blocks(head_dim: int, queries: int, keys: int, problem: FlashAttentionParams) -> QueryTileConfig:
     frequent_bias = problem.alibi_slopes is not None or (problem.distance_bias is not None and keys < _MANY_KEYS)
-    return (_FORWARD if problem.right == 0 or frequent_bias else _FORWARD_FULL)[head_dim]
+    two_suffice = queries <= 2 * _FORWARD[head_dim].queries
+    return (_FORWARD if problem.right == 0 or frequent_bias or two_suffice else _FORWARD_FULL)[head_dim]
 
 
 def _distance(problem: FlashAttentionParams) -> tuple[Tensor | None, int, int]:
@@ -122,7 +123,7 @@ def launch_forward(q: Tensor, k: Tensor, v: Tensor, problem: FlashAttentionParam
     _, queries, heads, head_dim = q.shape
     keys, groups = k.shape[1:3]
     causal = problem.right == 0
-    blocks = _forward_blocks(head_dim, keys, problem)
+    blocks = _forward_blocks(head_dim, queries, keys, problem)
     order = _order_of_queries(q, k, blocks, causal)
     table, reach, extent = _distance(problem)
     with device_guard(q):
