@@ -234,6 +234,17 @@ def fused_backward_support(head_dim: int, queries: int, keys: int, *, causal: bo
     )
 
 
+def short_backward_support(
+    head_dim: int, queries: int, batch: int, heads: int, groups: int, *, causal: bool, relative_bias: bool
+) -> bool:
+    """True if the sm_90 kernels, where they run, compute all gradients of a head's queries in one program.
+
+    Heads must be at least half as many as multiprocessors.
+    """
+    few = head_dim == 64 and queries <= 128 and heads == groups and 2 * batch * heads >= 132
+    return few and not causal and not relative_bias
+
+
 def uses_hopper_kernels(call: AttentionCall, installed: InstalledSoftware) -> bool:
     """True if `triton` runs the call with its sm_90 kernels, as `flash/hopper/supported_calls.py` decides later."""
     options = (
@@ -254,7 +265,12 @@ def uses_hopper_kernels(call: AttentionCall, installed: InstalledSoftware) -> bo
 def is_faster_than_cudnn(call: AttentionCall, installed: InstalledSoftware) -> bool:
     """True if the sm_90 kernels run the call and are measured to be faster than cuDNN's."""
     fewest, most = FASTER_THAN_CUDNN.get((call.head_dim, call.causal), (1, 0))
-    return fewest <= call.keys <= most and not call.bias_is_relative and uses_hopper_kernels(call, installed)
+    is_short = call.training and short_backward_support(
+        call.head_dim, call.queries, call.batch, call.heads, call.groups, causal=call.causal,
+        relative_bias=call.bias_is_relative,
+    )  # fmt: skip
+    is_faster = is_short or (fewest <= call.keys <= most and not call.bias_is_relative)
+    return is_faster and uses_hopper_kernels(call, installed)
 
 
 _FP32_DQ_ACCUMULATOR = ("sdpa_flash", "sdpa_cudnn", "sdpa_efficient", "flash_attn", "te_flash", "te_fused")

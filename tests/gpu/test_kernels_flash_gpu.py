@@ -56,7 +56,7 @@ def test_gradients_in_one_tensor_have_the_same_bits(length: int, head_dim: int, 
     needs = NeedsGradient(True, True, False, biased, False, False)
     out, lse = _results(q, k, v, problem)
     inputs = (torch.randn_like(out), None, q, k, v, out, lse, problem)
-    apart, whole = _gradients(*inputs, needs), _gradients(*inputs, needs._replace(joined=True))
+    apart, whole = _gradients(*inputs, needs), _gradients(*inputs, needs._replace(joined=3))
     assert whole[1] is None
     assert whole[2] is None
     found = whole[0]
@@ -66,3 +66,23 @@ def test_gradients_in_one_tensor_have_the_same_bits(length: int, head_dim: int, 
         assert apart[4] is not None
         assert whole[4] is not None
         assert torch.equal(apart[4], whole[4])
+
+
+@pytest.mark.parametrize(("batch", "biased"), [(2, False), (2, True), (20, False)])
+def test_gradients_of_keys_and_values_in_one_tensor_have_the_same_bits(batch: int, biased: bool) -> None:
+    generator = torch.Generator(device="cuda").manual_seed(0)
+    q = torch.randn(batch, 114, 4, 64, device="cuda", generator=generator).bfloat16()
+    k, v = torch.randn(batch, 512, 8, 64, device="cuda", generator=generator).bfloat16().chunk(2, dim=2)
+    bias = torch.randn(4, 65, device="cuda", generator=generator) if biased else None
+    problem = FlashAttentionParams(None, bias, None, None, None, None, None, None, -1, -1, 0.125, 0.0, 0.0, 114, 512)
+    out, lse = _results(q, k, v, problem)
+    inputs = (torch.randn_like(out), None, q, k, v, out, lse, problem)
+    for needs_q in (True, False):
+        needs = NeedsGradient(needs_q, True, False, biased, False, False)
+        apart, whole = _gradients(*inputs, needs), _gradients(*inputs, needs._replace(joined=2))
+        assert whole[1] is not None
+        assert whole[2] is None
+        assert torch.equal(torch.cat([x for x in apart[1:3] if x is not None], dim=2), whole[1])
+        for one, other in ((apart[0], whole[0]), (apart[4], whole[4])):
+            assert (one is None) == (other is None)
+            assert one is None or other is None or torch.equal(one, other)

@@ -44,6 +44,9 @@ def variants() -> Iterator[tuple[str, Any, dict[str, Any]]]:
                 blocks = launchers._FUSED[head_dim]
                 constants = {"BLOCK_M": blocks.queries, "BLOCK_N": blocks.keys, "STAGES": blocks.stages}
                 yield "fused", launchers.hopper_fused_backward, {"HEAD_DIM": head_dim, "CAUSAL": causal} | constants
+    blocks = launchers._SHORT
+    constants = {"BLOCK_M": blocks.queries, "BLOCK_N": blocks.keys, "STAGES": blocks.stages}
+    yield "short", launchers.hopper_short_backward, {"HEAD_DIM": 64} | constants
 
 
 def compile_variant(name: str, kernel: Any, constants: dict[str, Any]) -> dict[str, Any]:
@@ -68,7 +71,7 @@ def compile_variant(name: str, kernel: Any, constants: dict[str, Any]) -> dict[s
             types[argument] = f"tensordesc<fp32[1, {constants['BLOCK_M']}],{launchers._ROW!r}>"
         elif argument == "sums_descriptor":
             types[argument] = f"tensordesc<fp32[1, 64, 1, 64],{launchers._SUMS!r}>"
-        elif argument == "dq_descriptor" and name == "fused":
+        elif argument == "dq_descriptor" and name in ("fused", "short"):
             types[argument] = f"tensordesc<bf16[1, 64, 1, 64],{launchers._TILE!r}>"
         elif kind == "descriptor":
             rows = block.get(name_stem, constants["BLOCK_M"])

@@ -56,6 +56,16 @@ def test_order_of_preference() -> None:
     assert chosen(dataclasses.replace(HOPPER, dtype="fp64")) == "unfused"
 
 
+def test_few_queries_train_with_the_kernel_that_keeps_them() -> None:
+    with_triton = dataclasses.replace(NEW, triton=(3, 6))
+    call = dataclasses.replace(HOPPER, queries=114, keys=512, head_dim=64, batch=64, heads=12, groups=12, causal=False)
+    assert chosen(call, with_triton) == "triton"
+    changes: list[dict[str, Any]] = [
+        {"training": False}, {"queries": 129}, {"groups": 6}, {"batch": 5}, {"head_dim": 128},
+    ]  # fmt: skip
+    assert {chosen(dataclasses.replace(call, **change), with_triton) for change in changes} == {"sdpa_cudnn"}
+
+
 def test_ranks_that_share_heads_draw_the_dropout_of_one_process() -> None:
     with_triton = dataclasses.replace(NEW, triton=(3, 6))
     dropped = dataclasses.replace(HOPPER, dropout=0.1)

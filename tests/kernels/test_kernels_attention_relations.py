@@ -211,6 +211,32 @@ def test_slices_of_a_projection_have_one_gradient(length: int, head_dim: int, jo
 
 
 @full_only
+def test_keys_and_values_of_a_projection_have_one_gradient() -> None:
+    from torch._inductor.fx_passes.post_grad import post_grad_passes
+
+    generator = torch.Generator().manual_seed(0)
+    query = torch.randn(2, 24, 4, 16, generator=generator).requires_grad_()
+    projected = torch.randn(2, 40, 4, 16, generator=generator).requires_grad_()
+
+    def attend(query: torch.Tensor, projected: torch.Tensor) -> torch.Tensor:
+        return flash_attention(query, *projected.chunk(2, dim=2))
+
+    for needs_query in (True, False):
+        leaves = (query, projected) if needs_query else (projected,)
+        graphs = CompiledGraphs()
+        compiled = torch.compile(attend, backend=graphs.backend, fullgraph=True, dynamic=False)
+        ours = torch.autograd.grad(compiled(query.requires_grad_(needs_query), projected).square().sum(), leaves)
+        plain = torch.autograd.grad(attend(query, projected).square().sum(), leaves)
+        assert all(torch.equal(a, b) for a, b in zip(ours, plain, strict=True))
+        (graph,) = graphs.backwards
+        assert "aten.cat" in str(graph)
+        assert graph.owning_module is not None
+        post_grad_passes(graph.owning_module, is_inference=False)
+        assert "aten.cat" not in str(graph)
+        torch.compiler.reset()
+
+
+@full_only
 def test_one_graph_of_any_length() -> None:
     graphs = 0
 

@@ -295,13 +295,13 @@ def test_the_dispatcher_knows_what_the_gate_lets_in(monkeypatch: pytest.MonkeyPa
 def test_every_kernel_compiles_and_keeps_its_loops_in_registers(compilers: ForkServer) -> None:
     """Spilled scalars cost nothing; a spilled tile would be kilobytes."""
     rows = compilers.call("hopper_compile", "compiled")
-    assert len(rows) == 57
+    assert len(rows) == 58
     for row in rows:
         assert row["wgmma"] >= (12 if row["kernel"] == "lse" else 24), row
         assert row["awaited"] <= row["wgmma"] / 3, row
         assert row["shared"] <= 227 * 1024, row
         assert row["stack"] <= (640 if row.get("HAS_DISTANCE") else 200), row
-        if row["kernel"] in ("dkdv", "fused"):
+        if row["kernel"] in ("dkdv", "fused", "short"):
             assert row["vector_stores"] >= 16, row
 
 
@@ -384,6 +384,36 @@ def test_accuracy_of_the_fused_backward(
     sinks = Case(head_dim=head_dim, causal=causal, queries=512, keys=512, batch=2, heads=8, groups=4, sinks=True)
     assert_accurate(flash_attention, sinks, dtype, "cuda")
     assert fused_calls == [*(keys for _, keys, *_ in shapes), 512]
+
+
+@pytest.mark.gpu
+@HALF
+def test_accuracy_of_the_backward_of_few_queries(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+    """Of heads that take a program each, and several; keys and queries that end within a tile."""
+    only_on_hopper()
+    lengths: list[int] = []
+    launch = launchers.launch_short_backward
+
+    def watched(saved: Any, *arguments: Any) -> Any:
+        lengths.append(saved.k.shape[1])
+        return launch(saved, *arguments)
+
+    monkeypatch.setattr(launchers, "launch_short_backward", watched)
+    shapes = [(114, 512, 8, 12), (128, 128, 6, 11), (1, 77, 9, 8), (64, 1000, 30, 12), (100, 300, 2, 40)]
+    for queries, keys, batch, heads in shapes:
+        for sinks in (False, True):
+            case = Case(
+                head_dim=64,
+                causal=False,
+                queries=queries,
+                keys=keys,
+                batch=batch,
+                heads=heads,
+                groups=heads,
+                sinks=sinks,
+            )
+            assert_accurate(flash_attention, case, dtype, "cuda")
+    assert lengths == [keys for _, keys, *_ in shapes for _ in range(2)]
 
 
 @pytest.mark.gpu

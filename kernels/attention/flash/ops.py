@@ -35,7 +35,8 @@ def _results(q: Tensor, k: Tensor, v: Tensor, problem: FlashAttentionParams) -> 
 class NeedsGradient(NamedTuple):
     """Which gradients are needed; those of k and v are computed together.
 
-    With `joined` those of q, k and v, all needed, are one tensor (batch, tokens, all heads, head_dim) in place of q's.
+    The last `joined` of those of q, k and v, 0, 2 or 3, all needed, are one tensor (batch, tokens, all their heads,
+    head_dim) in place of the first of them.
     """
 
     q: bool
@@ -44,7 +45,12 @@ class NeedsGradient(NamedTuple):
     distance_bias: bool
     slopes: bool
     sinks: bool
-    joined: bool = False
+    joined: int = 0
+
+    @property
+    def pass_over_queries(self) -> bool:
+        """True if one of these needs the pass that computes dQ."""
+        return self.q or self.bias or self.distance_bias or self.slopes
 
 
 def _sinks_gradient(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
@@ -57,12 +63,24 @@ def _sinks_gradient(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
     return -(weight * delta[..., : lse.shape[-1]]).sum((0, 2) if lse.ndim == 3 else 1)
 
 
-def _are_slices(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Return True if q, k and v have the strides of slices of one projection, (batch, tokens, all heads, head_dim)."""
-    if q.ndim != 4 or q.shape[1] != k.shape[1] or q.shape[3] != v.shape[3]:
-        return False
-    pitch = (q.shape[2] + 2 * k.shape[2]) * q.shape[3]
-    return all(each.stride()[2::-1] == (q.shape[3], pitch, q.shape[1] * pitch) for each in (q, k, v))
+def _slices_of_one(q: Tensor, k: Tensor, v: Tensor) -> int:
+    """Return 3 if q, k and v have the strides of slices of one projection (batch, tokens, all heads, head_dim).
+
+    Returns:
+        2 if only k and v have, else 0.
+    """
+    if q.ndim != 4 or k.shape != v.shape:
+        return 0
+
+    def are_slices(heads: int, *tensors: Tensor) -> bool:
+        tokens, width = k.shape[1], k.shape[3]
+        pitch = heads * width
+        return all(each.stride()[2::-1] == (width, pitch, tokens * pitch) for each in tensors)
+
+    heads, groups = q.shape[2], k.shape[2]
+    if q.shape[1] == k.shape[1] and are_slices(heads + 2 * groups, q, k, v):
+        return 3
+    return 2 if are_slices(2 * groups, k, v) else 0
 
 
 def _gradients(
@@ -73,11 +91,14 @@ def _gradients(
     compute = _hopper_gradients if supports(q, k, v, problem) else _portable_gradients
     if not needs.joined:
         return compute(out_gradient, lse_gradient, q, k, v, out, lse, problem, needs)
-    heads = (q.shape[2], k.shape[2], v.shape[2])
-    joined = q.new_empty(*q.shape[:2], sum(heads), q.shape[3])
-    parts = joined.split(heads, dim=2)
-    found = compute(out_gradient, lse_gradient, q, k, v, out, lse, problem, needs, parts)
-    return joined, None, None, *found[3:]
+    first = 3 - needs.joined
+    heads = [each.shape[2] for each in (q, k, v)[first:]]
+    joined = k.new_empty(*k.shape[:2], sum(heads), k.shape[3])
+    apart = (q.new_empty(q.shape if needs.pass_over_queries else 0),) if first else ()
+    parts = (*apart, *joined.split(heads, dim=2))
+    found = list(compute(out_gradient, lse_gradient, q, k, v, out, lse, problem, needs, parts))
+    found[first:3] = [joined, *[None] * (needs.joined - 1)]
+    return tuple(found)
 
 
 def _portable_gradients(
@@ -94,7 +115,7 @@ def _portable_gradients(
     scores_shape = (q.shape[0], q.shape[2], problem.max_queries, problem.max_keys)
     full_bias = needs.bias and bias is not None and bias.shape == scores_shape
     summed_bias = needs.bias and bias is not None and not full_bias
-    if needs.q or needs.bias or needs.distance_bias or needs.slopes:
+    if needs.pass_over_queries:
         scores_dtype = bias.dtype if bias is not None and full_bias else None
         dq, scores, far, slopes = launch_dq(
             saved, problem, scores_dtype=scores_dtype, correct_delta=summed_bias or needs.distance_bias,
@@ -128,20 +149,23 @@ def _hopper_gradients(
 
     saved = launchers.prepare_backward(q, k, v, out, lse, out_gradient, lse_gradient, problem)
     distance_gradient = slopes_gradient = row_sums = diagonals = sinks_gradient = None
-    writes_q, writes_kv = needs.q or needs.distance_bias or needs.slopes, needs.kv or needs.distance_bias
+    writes_q, writes_kv = needs.pass_over_queries, needs.kv or needs.distance_bias
     if parts is None:
         written = zip((q, k, v), (writes_q, writes_kv, writes_kv), strict=True)
         parts = tuple(each.new_empty(each.shape if writes else 0) for each, writes in written)
     dq, dk, dv = parts
-    order = launchers.fused_order(saved.q, saved.k, problem) if needs.q and needs.kv else None
-    if order is not None:
+    is_short = needs.q and needs.kv and launchers.uses_short_backward(saved.q, saved.k, problem)
+    order = launchers.fused_order(saved.q, saved.k, problem) if needs.q and needs.kv and not is_short else None
+    if is_short:
+        launchers.launch_short_backward(saved, problem, dq, dk, dv)
+    elif order is not None:
         launchers.launch_fused_backward(saved, problem, order, dq, dk, dv)
     elif writes_q:
         far_sums = needs.distance_bias and problem.right < 0
         row_sums = launchers.launch_dq(
             saved, problem, dq, correct_delta=needs.distance_bias, far_sums=far_sums, slope_sums=needs.slopes
         )
-    if order is None and writes_kv:  # after dq, which corrects the delta of the diagonals
+    if order is None and not is_short and writes_kv:  # after dq, which corrects the delta of the diagonals
         diagonals = launchers.launch_dkdv(saved, problem, dk, dv, diagonals=needs.distance_bias)
     if diagonals is not None and problem.distance_bias is not None:
         reach, offset = problem.distance_bias.shape[1] // 2, problem.max_keys - problem.max_queries
@@ -189,7 +213,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, *problem: _Field) -> tuple[Tensor, Tensor
     schema=(
         "(Tensor out_gradient, Tensor? lse_gradient, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
         f"{_FIELDS}, bool needs_q, bool needs_kv, bool needs_bias, bool needs_distance_bias, bool needs_slopes, "
-        "bool needs_sinks, bool joined) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+        "bool needs_sinks, SymInt joined) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
     ),
 )
 def _flash_attention_backward(
@@ -212,11 +236,14 @@ def _(
     def like(tensor: Tensor | None, needed: bool) -> Tensor:
         return tensor.new_empty(tensor.shape) if needed and tensor is not None else q.new_empty(0)
 
-    joined = (*q.shape[:-2], q.shape[-2] + 2 * k.shape[-2], q.shape[-1])
+    parts = [like(q, needs.q), like(k, needs.kv), like(v, needs.kv)]
+    if needs.joined:
+        first = 3 - needs.joined
+        heads = sum(each.shape[-2] for each in (q, k, v)[first:])
+        joined = k.new_empty(*k.shape[:-2], heads, k.shape[-1])
+        parts[first:] = [joined, *(q.new_empty(0) for _ in range(needs.joined - 1))]
     return (
-        q.new_empty(joined) if needs.joined else like(q, needs.q),
-        like(k, needs.kv and not needs.joined),
-        like(v, needs.kv and not needs.joined),
+        *parts,
         like(problem.bias, needs.bias),
         like(problem.distance_bias, needs.distance_bias),
         like(problem.alibi_slopes, needs.slopes),
@@ -254,12 +281,13 @@ def _differentiate(
         gradients = _gradients(out_gradient, lse_gradient, q, k, v, out, lse, problem, needs)
     else:
         # wider heads: not measured to gain; a call of 2 x 384 tokens, 128 wide, which the host bounds, took longer
-        joined = needs.q and needs.kv and q.shape[-1] <= 64 and _are_slices(q, k, v)
-        needs = needs._replace(joined=joined)
+        joined = _slices_of_one(q, k, v) if needs.kv and q.shape[-1] <= 64 else 0
+        needs = needs._replace(joined=joined if needs.q or joined == 2 else 0)
         gradients = _flash_attention_backward(out_gradient, lse_gradient, q, k, v, out, lse, *problem, *needs)
         if needs.joined:  # the compiler removes this split and the concatenation in the backward of the projection's
-            parts = gradients[0].split((q.shape[2], k.shape[2], v.shape[2]), dim=2)
-            gradients = (*parts, *gradients[3:])
+            first = 3 - needs.joined
+            parts = gradients[first].split([each.shape[2] for each in (q, k, v)[first:]], dim=2)
+            gradients = (*gradients[:first], *parts, *gradients[3:])
     used = [gradient if needed else None for gradient, needed in zip(gradients, needs_each[:7], strict=True)]
     return (*used, *(None,) * (len(needs_each) - 7))
 

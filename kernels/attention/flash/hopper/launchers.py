@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 
-from ...backend_support import fused_backward_support
+from ...backend_support import fused_backward_support, short_backward_support
 from ..kernel_arguments import FlashAttentionParams, device_guard
 from ..portable.forward import allocate_outputs
 from .delta import compute_delta_and_lse_base_2
@@ -18,6 +19,7 @@ from .forward import hopper_forward
 from .fused_backward import hopper_fused_backward
 from .launch_cache import TileDescriptor, launch_kernel
 from .lse_forward import hopper_lse
+from .short_backward import MAX_QUERIES, hopper_short_backward
 from .supported_calls import make_tma_compatible
 from .tile_scheduler import concurrent_heads, paired_tile_order, tile_order
 
@@ -370,3 +372,44 @@ def launch_fused_backward(
             HEAD_DIM=head_dim,
             CAUSAL=problem.right == 0,
         ), cooperative=True)  # fmt: skip
+
+
+_SHORT = KeyTileConfig(MAX_QUERIES, 64, 2)
+
+
+def uses_short_backward(q: Tensor, k: Tensor, problem: FlashAttentionParams) -> bool:
+    """Return True if `launch_short_backward` computes the gradients."""
+    (batch, queries, heads, head_dim), groups = q.shape, k.shape[2]
+    relative_bias = problem.distance_bias is not None or problem.alibi_slopes is not None
+    causal = problem.right == 0
+    return short_backward_support(head_dim, queries, batch, heads, groups, causal=causal, relative_bias=relative_bias)
+
+
+def launch_short_backward(
+    saved: HopperBackwardInputs, problem: FlashAttentionParams, q_gradient: Tensor, k_gradient: Tensor,
+    v_gradient: Tensor,
+) -> None:  # fmt: skip
+    """Compute the gradients of q, k and v, like `launch_dq`, where `uses_short_backward`."""
+    q, k, blocks = saved.q, saved.k, _SHORT
+    (batch, queries, heads, head_dim), keys = q.shape, k.shape[1]
+    processors = torch.cuda.get_device_properties(q.device).multi_processor_count
+    programs = min(batch * heads, processors)
+    with device_guard(q):
+        launch_kernel(hopper_short_backward, programs, q.dtype, q.device, dict(
+            **_operands_of_keys(saved, blocks.queries, blocks.keys),
+            dq_descriptor=_row_tiles(q_gradient, 64),
+            dk_pointer=k_gradient,
+            dv_pointer=v_gradient,
+            heads=heads,
+            pairs=batch * heads,
+            row_heads=k_gradient.stride(1) // head_dim,
+            key_tiles=-(-keys // (2 * blocks.keys)),
+            queries=queries,
+            keys=keys,
+            scale=problem.scale,
+            scale_log2=problem.scale * LOG2E,
+            BLOCK_M=blocks.queries,
+            BLOCK_N=blocks.keys,
+            STAGES=blocks.stages,
+            HEAD_DIM=head_dim,
+        ))  # fmt: skip

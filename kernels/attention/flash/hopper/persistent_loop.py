@@ -19,7 +19,7 @@ jit: Any = gluon.jit
 # runtime numbers, not specialized, so that their values do not cause new compiled variants
 _NUMBERS = (
     "order_width", "heads", "heads_per_group", "groups", "row_heads", "queries", "pitch", "keys", "query_tiles",
-    "reach", "extent", "bands", "key_blocks", "offset",
+    "reach", "extent", "bands", "key_blocks", "offset", "pairs", "key_tiles",
 )  # fmt: skip
 kernel: Any = gluon.jit(do_not_specialize=_NUMBERS)
 
