@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft_models import batch_of, keys_of
+from peft_models import ANSWER, LENGTH, batch_of, keys_of
 from torch import Tensor
 
 from stoker.kernels.attention.flags import AttentionFlags
@@ -32,25 +32,28 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "shared bias": ("gpt", {"position_embedding_type": "relative"}),
     "experts": ("experts", LOSSES),
     "up to the experts": ("experts", LOSSES),
+    "t5": ("t5", {"position_embedding_type": "relative"}),  # layers share a bias, and the output of the encoder
 }
 PASSES = WARM_UP_MICRO_BATCHES + 4
 
 
 def build(name: str, dtype: torch.dtype, *, compiled: bool) -> LanguageModel:
     family, more = MODELS[name]
+    spec = BatchSpec(seq_length=LENGTH, decoder_seq_length=ANSWER if family == "t5" else 0)
+    keys = keys_of(family, **SIZE, **more).model_copy(update={"compile": compiled})
     model = build_model(
-        keys_of(family, **{**SIZE, **more, "compile": compiled}), vocab_size=40, device="cuda", dtype=dtype,
-        flags=AttentionFlags(allow_nondeterministic=False), micro_batch_size=2, batch_spec=BatchSpec(seq_length=12),
+        keys, vocab_size=40, device="cuda", dtype=dtype, flags=AttentionFlags(allow_nondeterministic=False),
+        micro_batch_size=2, batch_spec=spec,
     )  # fmt: skip
     for layer in find_moe_layers(model).values():
         layer.loss_share.fill_(0.25)
     return model
 
 
-def run_passes(model: LanguageModel, *, autocast: bool) -> list[Tensor]:
+def run_passes(model: LanguageModel, family: str, *, autocast: bool) -> list[Tensor]:
     """Return the losses of passes of which two accumulate their gradients, and these."""
     found: list[Tensor] = []
-    batch = {name: tensor.cuda() for name, tensor in batch_of("gpt").items()}
+    batch = {name: tensor.cuda() for name, tensor in batch_of(family).items()}
     model.train()
     for number in range(PASSES):
         torch.manual_seed(number)
@@ -84,8 +87,8 @@ def test_graphs_have_the_bits_of_eager_layers(
         for each in theirs.stacks:
             each.capture_layers(layer_capture, lambda error: None)
             each._graphs[0].release()
-    found = run_passes(ours, autocast=precision == "autocast")
-    expected = run_passes(theirs, autocast=precision == "autocast")
+    found = run_passes(ours, MODELS[name][0], autocast=precision == "autocast")
+    expected = run_passes(theirs, MODELS[name][0], autocast=precision == "autocast")
     assert not failures
     assert all(graphs._captured for each in ours.stacks for graphs in each._graphs)
     assert len(found) == len(expected)
