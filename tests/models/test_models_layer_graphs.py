@@ -301,7 +301,8 @@ def test_graphs_share_no_casts_of_autocast() -> None:
 
 
 @pytest.mark.parametrize("autocast", [False, True])
-def test_capture_compiles_nothing(monkeypatch: pytest.MonkeyPatch, autocast: bool) -> None:
+@pytest.mark.parametrize("model", ["gpt", "t5", "experts", "up to the experts"])
+def test_capture_compiles_nothing(monkeypatch: pytest.MonkeyPatch, model: str, autocast: bool) -> None:
     """What compiles would launch and measure kernels within the capture."""
     compiled: list[int] = []
 
@@ -309,19 +310,23 @@ def test_capture_compiles_nothing(monkeypatch: pytest.MonkeyPatch, autocast: boo
         compiled.append(1)
         return module
 
+    if model == "up to the experts":
+        monkeypatch.setattr(stack, "_has_fixed_shapes", lambda layer: False)
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
     torch.compiler.reset()
-    model, captured = gpt(attention_backend="unfused").float(), list[Recorded]()
-    model.stacks[0].compile_layers()
-    capture_all(model, lambda: recorder(captured))
-    model.train()
+    keys: dict[str, Any] = {"attention_backend": "unfused", "position_embedding_type": "relative"}
+    ours = t5(**keys) if model == "t5" else gpt(**keys, **({} if model == "gpt" else EXPERTS))
+    ours, batch, captured = ours.float().train(), t5_batch if model == "t5" else gpt_batch, list[Recorded]()
+    for each in ours.stacks:
+        each.compile_layers()
+    capture_all(ours, lambda: recorder(captured))
     counts: list[int] = []
-    for number in range(WARM_UP_MICRO_BATCHES + 2):
+    for number in range(WARM_UP_MICRO_BATCHES + 3):
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            loss = model.batch_loss(gpt_batch(number, 2), 16.0)
+            loss = ours.batch_loss(batch(number, 2), torch.tensor(16.0))
         loss.backward()
         counts.append(len(compiled))
-    assert len(captured) == 2 * 3
+    assert len(captured) == 2 * 3 * len(ours.stacks)
     assert counts[0] == counts[-1] > 0
 
 
