@@ -349,20 +349,25 @@ def test_accuracy(hopper_calls: list[bool], head_dim: int, causal: bool, dtype: 
     assert all(hopper_calls)
 
 
-@pytest.fixture
-def fused_calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Compute all gradients in one kernel at any length; the list receives the number of keys of each call."""
+def watch_launches(monkeypatch: pytest.MonkeyPatch, name: str) -> list[int]:
+    """Return a list that receives the number of keys of each call of a launcher of the backward pass."""
     lengths: list[int] = []
-    launch = launchers.launch_fused_backward
+    launch = getattr(launchers, name)
 
     def watched(saved: Any, *arguments: Any) -> Any:
         lengths.append(saved.k.shape[1])
         return launch(saved, *arguments)
 
-    monkeypatch.setattr(launchers, "launch_fused_backward", watched)
+    monkeypatch.setattr(launchers, name, watched)
+    return lengths
+
+
+@pytest.fixture
+def fused_calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Compute all gradients in one kernel at any length; the list receives the number of keys of each call."""
     for key in itertools.product((64, 128), (False, True)):
         monkeypatch.setitem(FUSED_BACKWARD_FROM, key, 0)
-    return lengths
+    return watch_launches(monkeypatch, "launch_fused_backward")
 
 
 @pytest.mark.gpu
@@ -391,28 +396,12 @@ def test_accuracy_of_the_fused_backward(
 def test_accuracy_of_the_backward_of_few_queries(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
     """Of heads that take a program each, and several; keys and queries that end within a tile."""
     only_on_hopper()
-    lengths: list[int] = []
-    launch = launchers.launch_short_backward
-
-    def watched(saved: Any, *arguments: Any) -> Any:
-        lengths.append(saved.k.shape[1])
-        return launch(saved, *arguments)
-
-    monkeypatch.setattr(launchers, "launch_short_backward", watched)
+    lengths = watch_launches(monkeypatch, "launch_short_backward")
     shapes = [(114, 512, 8, 12), (128, 128, 6, 11), (1, 77, 9, 8), (64, 1000, 30, 12), (100, 300, 2, 40)]
     for queries, keys, batch, heads in shapes:
-        for sinks in (False, True):
-            case = Case(
-                head_dim=64,
-                causal=False,
-                queries=queries,
-                keys=keys,
-                batch=batch,
-                heads=heads,
-                groups=heads,
-                sinks=sinks,
-            )
-            assert_accurate(flash_attention, case, dtype, "cuda")
+        case = Case(head_dim=64, causal=False, queries=queries, keys=keys, batch=batch, heads=heads, groups=heads)
+        assert_accurate(flash_attention, case, dtype, "cuda")
+        assert_accurate(flash_attention, dataclasses.replace(case, sinks=True), dtype, "cuda")
     assert lengths == [keys for _, keys, *_ in shapes for _ in range(2)]
 
 
