@@ -310,6 +310,7 @@ class LayerGraphs:
         self._is_eager = True
         self._current = None
         self._captured.clear()
+        self._memory.clear()
 
     def _describe(self, tensors: Sequence[Tensor]) -> list[_Input]:
         """Describe arguments of a layer, with those that the layer before has had or returned."""

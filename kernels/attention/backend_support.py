@@ -47,6 +47,10 @@ FASTER_THAN_CUDNN = {
     (256, True): (1024, 16384),
     (256, False): (1024, 16384),
 }
+MAX_SHORT_QUERIES = 128
+# calls of `short_backward_support` too: fewest queries, number of keys, and fewest heads times sequences; measured: 114
+# queries, 512 keys and 768 heads
+_SHORT_FASTER_THAN_CUDNN = (65, 512, 528)
 
 
 # ---------------------------------------------------------------- PyTorch's SDPA
@@ -239,9 +243,10 @@ def short_backward_support(
 ) -> bool:
     """True if the sm_90 kernels, where they run, compute all gradients of a head's queries in one program.
 
-    Heads must be at least half as many as multiprocessors.
+    A program takes a head of a sequence, of which there must be at least half as many as multiprocessors of an H100.
+    `fused_backward_support` comes first.
     """
-    few = head_dim == 64 and queries <= 128 and heads == groups and 2 * batch * heads >= 132
+    few = head_dim == 64 and queries <= MAX_SHORT_QUERIES and heads == groups and batch * heads >= 66
     return few and not causal and not relative_bias
 
 
@@ -269,6 +274,8 @@ def is_faster_than_cudnn(call: AttentionCall, installed: InstalledSoftware) -> b
         call.head_dim, call.queries, call.batch, call.heads, call.groups, causal=call.causal,
         relative_bias=call.bias_is_relative,
     )  # fmt: skip
+    queries, keys, heads = _SHORT_FASTER_THAN_CUDNN
+    is_short = is_short and call.queries >= queries and call.keys == keys and call.batch * call.heads >= heads
     is_faster = is_short or (fewest <= call.keys <= most and not call.bias_is_relative)
     return is_faster and uses_hopper_kernels(call, installed)
 

@@ -27,10 +27,12 @@ def variants() -> Iterator[tuple[str, Any, dict[str, Any]]]:
                 distance, slopes = bias == "distance", bias == "slopes"
                 shared = {"HEAD_DIM": head_dim, "CAUSAL": causal, "HAS_DISTANCE": distance, "HAS_SLOPE": slopes}
                 apart = {"SEPARATE_OUT": head_dim <= 128}
-                blocks = (launchers._FORWARD if causal or slopes else launchers._FORWARD_FULL)[head_dim]
-                constants = {"CONSUMERS": blocks.consumers} | blocks.constants()
-                for sinks in (False, True) if bias == "none" else (False,):
-                    yield "forward", launchers.hopper_forward, shared | apart | constants | {"HAS_SINK": sinks}
+                for blocks in {launchers._FORWARD[head_dim], launchers._FORWARD_FULL[head_dim]}:
+                    if blocks.consumers == 3 and (causal or slopes):
+                        continue
+                    constants = {"CONSUMERS": blocks.consumers} | blocks.constants()
+                    for sinks in (False, True) if bias == "none" else (False,):
+                        yield "forward", launchers.hopper_forward, shared | apart | constants | {"HAS_SINK": sinks}
                 sums = {"FAR_SUMS": distance and not causal, "SLOPE_SUMS": slopes}
                 sums |= {"CORRECT_DELTA": distance or slopes, "HAS_LSE_GRADIENT": causal}
                 yield (

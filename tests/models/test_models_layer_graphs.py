@@ -53,7 +53,7 @@ def build(keys: GPTKeys | T5Keys, spec: BatchSpec) -> LanguageModel:
 
 def gpt(**keys: Any) -> LanguageModel:
     given = GPTKeys.model_validate(STACK | NO_DROPOUT | {"encoder_seq_length": 8} | keys)
-    return build(given, BatchSpec(seq_length=8, packed=bool(keys.get("data"))))
+    return build(given, BatchSpec(seq_length=8))
 
 
 def t5(**keys: Any) -> LanguageModel:
@@ -212,6 +212,16 @@ def test_a_failure_is_told_once_and_layers_stay_eager() -> None:
     capture_all(strict, lambda: capture)
     with pytest.raises(torch.OutOfMemoryError):
         run_passes(strict, 8, gpt_batch)
+
+
+def test_release_keeps_no_memory() -> None:
+    model = gpt()
+    (graphs,) = capture_all(model, lambda: recorder([]))
+    run_passes(model, WARM_UP_MICRO_BATCHES + 1, gpt_batch)
+    assert graphs._memory
+    model.stacks[0].release_graphs()
+    assert not graphs._memory
+    assert not graphs._captured
 
 
 def test_passes_that_graphs_do_not_support_are_errors() -> None:

@@ -154,8 +154,8 @@ def _hopper_gradients(
         written = zip((q, k, v), (writes_q, writes_kv, writes_kv), strict=True)
         parts = tuple(each.new_empty(each.shape if writes else 0) for each, writes in written)
     dq, dk, dv = parts
-    is_short = needs.q and needs.kv and launchers.uses_short_backward(saved.q, saved.k, problem)
-    order = launchers.fused_order(saved.q, saved.k, problem) if needs.q and needs.kv and not is_short else None
+    order = launchers.fused_order(saved.q, saved.k, problem) if needs.q and needs.kv else None
+    is_short = order is None and needs.q and needs.kv and launchers.uses_short_backward(saved.q, saved.k, problem)
     if is_short:
         launchers.launch_short_backward(saved, problem, dq, dk, dv)
     elif order is not None:

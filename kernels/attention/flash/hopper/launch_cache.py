@@ -39,7 +39,7 @@ def launch_kernel(
     kernel: Any, programs: int, dtype: Hashable, device: torch.device, arguments: dict[str, Any], *,
     cooperative: bool = False,
 ) -> None:  # fmt: skip
-    """Launch a `schedule.kernel`, with one warp group per role, or a plain Triton kernel with four warps.
+    """Launch a `persistent_loop.kernel`, with one warp group per role, or a plain Triton kernel with four warps.
 
     A variant is compiled per constexpr values, device and dtype, or dtypes, which determine those of all tensors. Other
     arguments are not specialized and may change between launches. The programs of a `cooperative` kernel, which wait

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 
-from ...backend_support import fused_backward_support, short_backward_support
+from ...backend_support import MAX_SHORT_QUERIES, fused_backward_support, short_backward_support
 from ..kernel_arguments import FlashAttentionParams, device_guard
 from ..portable.forward import allocate_outputs
 from .delta import compute_delta_and_lse_base_2
@@ -19,7 +19,7 @@ from .forward import hopper_forward
 from .fused_backward import hopper_fused_backward
 from .launch_cache import TileDescriptor, launch_kernel
 from .lse_forward import hopper_lse
-from .short_backward import MAX_QUERIES, hopper_short_backward
+from .short_backward import hopper_short_backward
 from .supported_calls import make_tma_compatible
 from .tile_scheduler import concurrent_heads, paired_tile_order, tile_order
 
@@ -374,7 +374,7 @@ def launch_fused_backward(
         ), cooperative=True)  # fmt: skip
 
 
-_SHORT = KeyTileConfig(MAX_QUERIES, 64, 2)
+_SHORT = KeyTileConfig(MAX_SHORT_QUERIES, 64, 2)  # two blocks of queries per tile, and stages of keys
 
 
 def uses_short_backward(q: Tensor, k: Tensor, problem: FlashAttentionParams) -> bool:

@@ -23,7 +23,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from .dkdv import exponents, store_rows
 from .persistent_loop import jit, kernel, load_tile, make_ring, release, store_tile, wait_full
 
-MAX_QUERIES = 128
 _HEAD_STAGES = gl.constexpr(2)
 _GRADIENT_STAGES = gl.constexpr(2)
 
@@ -142,7 +141,7 @@ def hopper_short_backward(
 ):  # fmt: skip
     """Compute the gradients of the `pairs` of sequence and head, of as many groups as heads, without a mask.
 
-    Arguments as in `hopper_dkdv`; BLOCK_M is `MAX_QUERIES`, BLOCK_N and the rows of a tile of dq are 64.
+    Arguments as in `hopper_dkdv`; BLOCK_M is `MAX_SHORT_QUERIES`, BLOCK_N and the rows of a tile of dq are 64.
     """
     dtype: gl.constexpr = q_descriptor.dtype
     layout: gl.constexpr = q_descriptor.layout
