@@ -313,7 +313,7 @@ def test_graphs_share_no_casts_of_autocast() -> None:
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("model", ["gpt", "t5", "experts", "up to the experts"])
 def test_capture_compiles_nothing(monkeypatch: pytest.MonkeyPatch, model: str, autocast: bool) -> None:
-    """What compiles would launch and measure kernels within the capture."""
+    """Compiling would launch and measure kernels within the capture."""
     compiled: list[int] = []
 
     def backend(module: torch.fx.GraphModule, _: object) -> Any:

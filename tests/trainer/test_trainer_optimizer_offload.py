@@ -214,7 +214,7 @@ def test_neighbours_share_a_bucket_up_to_its_limit():
 
 
 def test_ranks_with_fewer_rows_have_the_same_buckets():
-    """What they send each other during an update must agree."""
+    """They must agree on what they send each other during an update."""
 
     def plan(rows):
         shapes = [StateShape({"v": ((rows, 8), torch.float32)}, max_shard_bytes=7 * 8 * 4) for _ in range(5)]

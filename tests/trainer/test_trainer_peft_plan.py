@@ -1,4 +1,4 @@
-"""What a plan says of fine-tuning: frozen weights are there, and have neither gradients nor state."""
+"""Plans of fine-tuning: frozen weights are there, and have neither gradients nor state."""
 
 from __future__ import annotations
 

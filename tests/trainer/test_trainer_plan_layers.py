@@ -1,4 +1,4 @@
-"""What the plan says that layers keep, beside what torch saves: as written, and compiled."""
+"""Planned activations of layers, beside what torch saves: as written, and compiled."""
 
 from collections import Counter
 

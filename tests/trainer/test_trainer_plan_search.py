@@ -118,7 +118,7 @@ def test_header_and_note_agree_on_what_lora_keeps(capsys):
 
 
 def test_stacks_of_a_t5_are_changed_where_they_are_given(tmp_path, capsys):
-    """What `--fit` says loads again: in the place of words, and beside a key that both stacks have from `model`."""
+    """Keys of `--fit` load again: in the place of words, and beside a key that both stacks have from `model`."""
     whole = "".join(f"  {word.partition('.')[2].replace('=', ': ')}\n" for word in FULL)
     write(tmp_path, "mine", f"defaults: [train, _self_]\nmodel:\n{whole}")
     given = ["plan", "model=t5_base", "data=mock", "--config-dir", str(tmp_path), "--config-name", "mine"]

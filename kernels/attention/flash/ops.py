@@ -154,19 +154,20 @@ def _hopper_gradients(
         written = zip((q, k, v), (writes_q, writes_kv, writes_kv), strict=True)
         parts = tuple(each.new_empty(each.shape if writes else 0) for each, writes in written)
     dq, dk, dv = parts
-    order = launchers.fused_order(saved.q, saved.k, problem) if needs.q and needs.kv else None
-    is_short = order is None and needs.q and needs.kv and launchers.uses_short_backward(saved.q, saved.k, problem)
-    if is_short:
-        launchers.launch_short_backward(saved, problem, dq, dk, dv)
-    elif order is not None:
+    needs_all = needs.q and needs.kv
+    order = launchers.fused_order(saved.q, saved.k, problem) if needs_all else None
+    if order is not None:
         launchers.launch_fused_backward(saved, problem, order, dq, dk, dv)
-    elif writes_q:
-        far_sums = needs.distance_bias and problem.right < 0
-        row_sums = launchers.launch_dq(
-            saved, problem, dq, correct_delta=needs.distance_bias, far_sums=far_sums, slope_sums=needs.slopes
-        )
-    if order is None and not is_short and writes_kv:  # after dq, which corrects the delta of the diagonals
-        diagonals = launchers.launch_dkdv(saved, problem, dk, dv, diagonals=needs.distance_bias)
+    elif needs_all and launchers.uses_short_backward(saved.q, saved.k, problem):
+        launchers.launch_short_backward(saved, problem, dq, dk, dv)
+    else:
+        if writes_q:
+            far_sums = needs.distance_bias and problem.right < 0
+            row_sums = launchers.launch_dq(
+                saved, problem, dq, correct_delta=needs.distance_bias, far_sums=far_sums, slope_sums=needs.slopes
+            )
+        if writes_kv:  # after dq, which corrects the delta of the diagonals
+            diagonals = launchers.launch_dkdv(saved, problem, dk, dv, diagonals=needs.distance_bias)
     if diagonals is not None and problem.distance_bias is not None:
         reach, offset = problem.distance_bias.shape[1] // 2, problem.max_keys - problem.max_queries
         total = None
