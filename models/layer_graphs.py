@@ -371,7 +371,7 @@ class LayerGraphs:
     def _shared_memory(self, number: int, like: Tensor) -> Tensor:
         key = number, like.shape, like.dtype
         if key not in self._memory:
-            self._memory[key] = torch.empty_like(like, requires_grad=False)
+            self._memory[key] = torch.zeros_like(like, requires_grad=False)  # finite: tests compute with it at capture
         return self._memory[key]
 
 
