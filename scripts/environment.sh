@@ -17,6 +17,6 @@ if [ ! -e "$stamp" ] || [ pyproject.toml -nt "$stamp" ] || [ constraints.txt -nt
   "$venv/bin/python" -m pip install --quiet --no-compile --disable-pip-version-check --constraint constraints.txt torch==2.13.0
   "$venv/bin/python" -m pip install --quiet --no-compile --disable-pip-version-check --constraint constraints.txt \
     --editable ".${extra:+[$extra]}"
-  touch "$stamp"
+  touch "$stamp" "$venv/.stoker-installed-base"  # what an extra needs is more than the base
 fi
 export PATH="$PWD/$venv/bin:$PATH"
