@@ -16,7 +16,7 @@ def install() -> None:
     if not all(hasattr(interpreter, name) for name in names):
         return
     inner: Any = interpreter
-    core = language.core
+    core: Any = language.core
     numpy_dtype, patch_all = inner._get_np_dtype, inner._patch_lang
     members: dict[int, list[tuple[str, Any]]] = {}
     namespaces: dict[int, list[Any]] = {}
