@@ -60,23 +60,28 @@ def install() -> None:
         self.handle, self.type = handle, kind
         self.shape, self.numel, self.dtype = kind.of_tensors
 
-    def new_block_type(kind: Any, element: Any, shape: Any) -> Any:
-        """Return the only type of these elements and this shape."""
+    def new_block_type(kind: Any, element: Any, shape: Any, *rest: Any) -> Any:
+        """Return the only type of these elements and this shape; new ones of Gluon's, which have a layout too."""
+        if kind is not block_type:
+            return object.__new__(kind)
         sizes = tuple([each.value if isinstance(each, core.constexpr) else each for each in shape])
         key = element.name, getattr(element, "address_space", None), sizes
         if key not in block_types:
             new = object.__new__(kind)
-            init_block_type(new, element, shape)
+            inner_init_type(new, element, shape)
             block_types[key] = new
         return block_types[key]
 
-    inner_init: Any = core.tensor.__init__
-    init_block_type: Any = core.block_type.__init__
+    def init_block_type(self: Any, *arguments: Any) -> None:
+        if type(self) is not block_type:  # the others were initialized when they were made
+            inner_init_type(self, *arguments)
+
+    block_type = core.block_type
+    inner_init, inner_init_type = core.tensor.__init__, block_type.__init__
     block_types: dict[Any, Any] = {}
     inner._patch_builtin, inner._patch_lang, inner._get_np_dtype = patch_builtins, patch_language, dtype_of
     core.tensor.__init__ = init_tensor
-    # types are initialized when they are made
-    core.block_type.__new__, core.block_type.__init__ = new_block_type, lambda *_: None
+    block_type.__new__, block_type.__init__ = new_block_type, init_block_type
     options = inner.interpreter_builder.options
     if not options.debug:  # without debug the result of its overflow check of integer additions is not used
         inner.interpreter_builder.options = replace(options, sanitize_overflow=False)

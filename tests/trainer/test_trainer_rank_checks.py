@@ -1,4 +1,4 @@
-"""What the machines of a run must have in common: told in one line, on every rank."""
+"""Differences between the machines of a run are told in one line, on every rank."""
 
 from __future__ import annotations
 

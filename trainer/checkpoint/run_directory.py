@@ -50,7 +50,7 @@ _WRITTEN = (
     *("loggers.json", "expert_load.json", "expert_load.png", "report.json", "report.html", "quickstart.json"),
     *("tensorboard", "files", "profile", "stacks"),
 )
-"""What a run writes to its directory, besides the checkpoints."""
+"""Files and folders that a run writes to its directory, besides the checkpoints."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,7 +70,7 @@ ModeNames = {"RUN": False, "MULTIRUN": True}
 
 
 class _Draft(Protocol):
-    """What is needed of a configuration that is being composed (`draft.py`)."""
+    """The part of a configuration that is being composed (`draft.py`) which is needed here."""
 
     tree: Tree
     origins: dict[str, Origin]

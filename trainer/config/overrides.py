@@ -29,7 +29,7 @@ from .yaml_reader import MAX_DEPTH, SWEPT_DOT, parse_scalar
 
 MAX_LENGTH = 64 * 1024
 _LONE_SURROGATE = re.compile(r"[\ud800-\udfff]")
-"""What Python puts in place of a byte of the command line that is not UTF-8."""
+"""Matches the character that Python puts in place of a byte of the command line that is not UTF-8."""
 _MAX_SHOWN = 200
 _MAX_LISTED = 10
 """Overrides of one key that a message lists."""

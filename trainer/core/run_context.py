@@ -1,4 +1,4 @@
-"""What a run needs before its model is built: device, data, run directory, checkpoint to resume from, logger."""
+"""Prepares a run before its model is built: device, data, run directory, checkpoint to resume from, logger."""
 
 from __future__ import annotations
 
