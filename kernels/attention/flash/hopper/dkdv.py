@@ -15,7 +15,7 @@ from triton.experimental.gluon import constexpr_function
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from .diagonal_sums import allocate_scratch, store_diagonals
+from .diagonal_sums import allocate_scratch, clear_scratch, store_diagonals
 from .persistent_loop import (
     jit,
     kernel,
@@ -167,6 +167,8 @@ def _consume_both(
     weights_layout: gl.constexpr = gl.DotOperandLayout(0, sums_layout, 2)
     columns_layout: gl.constexpr = gl.SliceLayout(0, scores_layout)
     zero = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, scores_layout)
+    if DIAGONALS:
+        clear_scratch(scratch)
     step = 0
     for iteration in range(num_assigned_tiles(order_pointer, order_width)):
         tile, pair = next_tile(order_pointer, order_width, iteration)

@@ -9,6 +9,7 @@ Terms as in `tile.py`: query i and key j have the distance d = j - (i + offset),
 
 from __future__ import annotations
 
+from triton.experimental.gluon import constexpr_function
 from triton.experimental.gluon import language as gl
 
 from .persistent_loop import jit
@@ -57,23 +58,98 @@ def far_bias(distance_table, extent, scale, HAS_DISTANCE: gl.constexpr):
     return low, high
 
 
+# of an 8 x 8 block of each warp, (4, 8, 8), as wgmma leaves it
+_BLOCK = gl.constexpr(gl.DistributedLinearLayout(
+    reg_bases=[[0, 0, 1]],
+    lane_bases=[[0, 0, 2], [0, 0, 4], [0, 1, 0], [0, 2, 0], [0, 4, 0]],
+    warp_bases=[[1, 0, 0], [2, 0, 0]],
+    block_bases=[],
+    shape=[4, 8, 8],
+))  # fmt: skip
+
+
+@constexpr_function
+def _log2(number):
+    return number.bit_length() - 1
+
+
+@jit
+def _split_columns(rows):
+    """Split (4, 8, columns, 8), with a power of two columns, into a tuple of (4, 8, 8)."""
+    blocks = (rows,)
+    for _ in gl.static_range(_log2(rows.shape[2])):
+        halves = ()
+        for n in gl.static_range(len(blocks)):
+            pair = blocks[n].reshape([4, 8, 2, blocks[n].shape[2] // 2, 8])
+            halves += gl.permute(pair, (0, 1, 3, 4, 2)).split()
+        blocks = halves
+    found = ()
+    for n in gl.static_range(len(blocks)):
+        found += (gl.convert_layout(blocks[n].reshape([4, 8, 8]), _BLOCK),)  # the same, by another name
+    return found
+
+
+@jit
+def join_columns(blocks):
+    """Join a power of two of (4, 8, 8) to (4, 8, columns, 8)."""
+    for level in gl.static_range(_log2(len(blocks))):
+        wholes = ()
+        for n in gl.static_range(len(blocks) // 2):
+            pair = gl.join(blocks[2 * n], blocks[2 * n + 1]).reshape([4, 8, 1 << level, 8, 2])
+            wholes += (gl.permute(pair, (0, 1, 4, 2, 3)).reshape([4, 8, 2 << level, 8]),)
+        blocks = wholes
+    return blocks[0]
+
+
+@jit
+def split_blocks(tile):
+    """Split a tile of 64 rows, computed by wgmma, into its 8 x 8 blocks.
+
+    A warp has two rows of blocks, a thread one row and two adjacent columns of each block. The distance between a
+    column and a row is the same in upper block j and lower block j + 1.
+
+    Returns:
+        Upper and lower blocks by their column, tuples of (4 warps, 8, 8).
+    """
+    blocks = tile.reshape([4, 2, 8, tile.shape[1] // 8, 8])
+    upper, lower = gl.permute(blocks, (0, 2, 3, 4, 1)).split()
+    return _split_columns(upper), _split_columns(lower)
+
+
+@jit
+def _join_blocks(upper, lower):
+    """Undo `split_blocks`, apart from the name of the layout."""
+    blocks = gl.permute(gl.join(join_columns(upper), join_columns(lower)), (0, 4, 1, 2, 3))
+    return blocks.reshape([64, 8 * blocks.shape[3]])
+
+
 @jit
 def add_distance_bias(s, pairs, SIGN: gl.constexpr):
-    """Add entries of the distance table to a tile, two at a time, since a thread holds adjacent columns.
+    """Add entries of the distance table to a tile, those of a diagonal of blocks once for all of them.
+
+    Two entries are loaded at a time, since a thread has adjacent columns.
 
     Args:
-        s: (rows, columns).
+        s: (64, columns).
         pairs: pointer to the table entry of row 0 and column 0.
         SIGN: 1 if the distance increases with the column (first half of the table), -1 if it decreases (second half).
     """
-    halves = s.reshape([s.shape[0], s.shape[1] // 2, 2])
-    layout: gl.constexpr = halves.type.layout
-    row = gl.arange(0, s.shape[0], gl.SliceLayout(1, gl.SliceLayout(2, layout)))
-    column = 2 * gl.arange(0, s.shape[1] // 2, gl.SliceLayout(0, gl.SliceLayout(2, layout)))
-    second = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, layout)))
-    distance = gl.expand_dims(gl.expand_dims(column, 0) - gl.expand_dims(row, 1), 2)
-    halves += gl.load(pairs + 2 * SIGN * distance + gl.expand_dims(gl.expand_dims(second, 0), 1))
-    return gl.convert_layout(halves.reshape([s.shape[0], s.shape[1]]), s.type.layout)
+    upper, lower = split_blocks(s)
+    layout: gl.constexpr = upper[0].reshape([4, 8, 4, 2]).type.layout
+    w = gl.arange(0, 4, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, layout))))
+    row = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, layout))))
+    column = 2 * gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(0, gl.SliceLayout(3, layout))))
+    second = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(0, gl.SliceLayout(0, layout))))
+    row = gl.expand_dims(gl.expand_dims(16 * gl.expand_dims(w, 1) + gl.expand_dims(row, 0), 2), 3)
+    distance = gl.expand_dims(gl.expand_dims(gl.expand_dims(column, 0), 0), 3) - row
+    entries = pairs + 2 * SIGN * distance + gl.expand_dims(gl.expand_dims(gl.expand_dims(second, 0), 0), 0)
+    bias = gl.convert_layout(gl.load(entries - 16 * SIGN).reshape([4, 8, 8]), _BLOCK)
+    upper_biased, lower_biased = (), ()
+    for j in gl.static_range(len(upper)):
+        lower_biased += (lower[j] + bias,)
+        bias = gl.convert_layout(gl.load(entries + 16 * SIGN * j).reshape([4, 8, 8]), _BLOCK)
+        upper_biased += (upper[j] + bias,)
+    return gl.convert_layout(_join_blocks(upper_biased, lower_biased), s.type.layout)
 
 
 @jit
