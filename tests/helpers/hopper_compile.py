@@ -79,7 +79,8 @@ def compile_variant(name: str, kernel: Any, constants: dict[str, Any]) -> dict[s
             rows = block.get(name_stem, constants["BLOCK_M"])
             types[argument] = f"tensordesc<bf16[1, {rows}, 1, {constants['HEAD_DIM']}],{launchers._TILE!r}>"
         elif kind == "pointer":
-            types[argument] = {"dk": "*bf16", "dv": "*bf16", "order": "*i32", "turns": "*i32"}.get(name_stem, "*fp32")
+            dtypes = {"bf16": ("out", "dk", "dv"), "i32": ("order", "turns")}
+            types[argument] = "*" + next((dtype for dtype, of in dtypes.items() if name_stem in of), "fp32")
             aligned[(index,)] = [["tt.divisibility", 16]]
         else:
             types[argument] = "fp32" if argument.startswith("scale") else "i32"

@@ -147,7 +147,6 @@ def _hopper_gradients(
     from .hopper import launchers
     from .hopper.distance_bias import distance_gradient as distance_sums
 
-    saved = launchers.prepare_backward(q, k, v, out, lse, out_gradient, lse_gradient, problem)
     distance_gradient = slopes_gradient = row_sums = diagonals = sinks_gradient = None
     writes_q, writes_kv = needs.pass_over_queries, needs.kv or needs.distance_bias
     if parts is None:
@@ -155,10 +154,15 @@ def _hopper_gradients(
         parts = tuple(each.new_empty(each.shape if writes else 0) for each, writes in written)
     dq, dk, dv = parts
     needs_all = needs.q and needs.kv
-    order = launchers.fused_order(saved.q, saved.k, problem) if needs_all else None
+    order = launchers.fused_order(q, k, problem) if needs_all else None
+    is_short = needs_all and order is None and launchers.uses_short_backward(q, k, problem)
+    saved = launchers.prepare_backward(
+        q, k, v, out, lse, out_gradient, lse_gradient, problem,
+        row_statistics=order is not None or is_short or not writes_q,
+    )  # fmt: skip
     if order is not None:
         launchers.launch_fused_backward(saved, problem, order, dq, dk, dv)
-    elif needs_all and launchers.uses_short_backward(saved.q, saved.k, problem):
+    elif is_short:
         launchers.launch_short_backward(saved, problem, dq, dk, dv)
     else:
         if writes_q:
@@ -166,7 +170,7 @@ def _hopper_gradients(
             row_sums = launchers.launch_dq(
                 saved, problem, dq, correct_delta=needs.distance_bias, far_sums=far_sums, slope_sums=needs.slopes
             )
-        if writes_kv:  # after dq, which corrects the delta of the diagonals
+        if writes_kv:  # after dq, which computes delta
             diagonals = launchers.launch_dkdv(saved, problem, dk, dv, diagonals=needs.distance_bias)
     if diagonals is not None and problem.distance_bias is not None:
         reach, offset = problem.distance_bias.shape[1] // 2, problem.max_keys - problem.max_queries

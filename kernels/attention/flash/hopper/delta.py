@@ -1,4 +1,4 @@
-"""Row statistics for both backward kernels on Hopper: delta, and the log-sum-exp in base 2."""
+"""Row statistics for the backward kernels on Hopper, of which `dq` computes its own: delta, log-sum-exp in base 2."""
 
 from __future__ import annotations
 
@@ -50,13 +50,22 @@ def hopper_delta(
     tl.store(base_2_pointer + out_offset, tl.where(empty, float("inf"), lse * LOG2E), mask=inside)
 
 
+def allocate_row_statistics(lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Return memory for delta and the log-sum-exp in base 2, both (batch, heads, pitch) with pitch >= rows.
+
+    The padding aligns each head to 16 bytes, as TMA requires.
+    """
+    batch, heads, rows = lse.shape
+    delta, base_2 = (lse.new_empty(batch, heads, -(-rows // 4) * 4) for _ in range(2))
+    return delta, base_2
+
+
 def compute_delta_and_lse_base_2(
     out: Tensor, lse: Tensor, out_gradient: Tensor, lse_gradient: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute delta and the log-sum-exp in base 2, both (batch, heads, pitch) with pitch >= rows.
+    """Compute delta and the log-sum-exp in base 2, as from `allocate_row_statistics`.
 
-    The padding aligns each head to 16 bytes, as TMA requires. The third result is zeros for the counters of
-    `hopper_fused_backward`, int32 (batch, heads, rows / 64 rounded up).
+    The third result is zeros for the counters of `hopper_fused_backward`, int32 (batch, heads, rows / 64 rounded up).
 
     Args:
         out: contiguous (batch, rows, heads, head_dim).
@@ -65,7 +74,7 @@ def compute_delta_and_lse_base_2(
         lse_gradient: like `lse`, contiguous; None for 0.
     """
     batch, rows, heads, head_dim = out.shape
-    delta, base_2 = (lse.new_empty(batch, heads, -(-rows // 4) * 4) for _ in range(2))
+    delta, base_2 = allocate_row_statistics(lse)
     zeros = torch.empty(batch, heads, -(-rows // _ROWS), dtype=torch.int32, device=out.device)
     # the stride of a dimension of size 1 is arbitrary
     strides = [stride // 8 if size > 1 else 0 for stride, size in zip(out_gradient.stride(), out.shape, strict=True)]

@@ -15,6 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from ..portable.tile import LOG2E
 from .persistent_loop import (
     jit,
     kernel,
@@ -78,8 +79,28 @@ def _produce(
 
 
 @jit
+def _sum_out_times_gradient(
+    out_pointer, out_gradient, full, phase, first, pair, heads, queries, BLOCK_M: gl.constexpr, HEAD_DIM: gl.constexpr,
+    rows_layout: gl.constexpr,
+):  # fmt: skip
+    """Return sum(out * dO) of BLOCK_M rows, once dO is in shared memory; each warp has the rows of its wgmma."""
+    layout: gl.constexpr = gl.BlockedLayout(
+        [HEAD_DIM // 16, 8], [256 // HEAD_DIM, HEAD_DIM // 8], [BLOCK_M // 16, 1], [1, 0]
+    )
+    row = first + gl.arange(0, BLOCK_M, gl.SliceLayout(1, layout))
+    column = gl.expand_dims(gl.arange(0, HEAD_DIM, gl.SliceLayout(0, layout)), 0)
+    place = (((pair // heads).to(gl.int64) * queries + row) * heads + pair % heads) * HEAD_DIM
+    inside = gl.expand_dims(row < queries, 1)
+    out = gl.load(out_pointer + gl.expand_dims(place, 1) + column, mask=inside, other=0.0)
+    mbarrier.wait(full, phase)
+    product = out.to(gl.float32) * out_gradient.load(layout).to(gl.float32)
+    return gl.convert_layout(gl.sum(product, 1), rows_layout)
+
+
+@jit
 def _consume(
-    dq_descriptor, lse_pointer, delta_pointer, lse_gradient_pointer, distance_pointer, slopes_pointer, row_sums_pointer,
+    dq_descriptor, out_pointer, lse_pointer, lse_gradient_pointer, base_2_pointer, delta_pointer, distance_pointer,
+    slopes_pointer, row_sums_pointer,
     queries_ring, out_gradients, keys_ring, values_ring, outs,
     order_pointer, order_width, heads, queries, pitch, offset, keys, scale, scale_log2, reach, extent,
     W: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, HEAD_DIM: gl.constexpr,
@@ -108,13 +129,26 @@ def _consume(
         far = far_bias(distance_table, extent, scale_log2, HAS_DISTANCE)
         slope = load_slope(slopes_pointer, pair % heads, scale_log2, HAS_SLOPE)
         query = first + gl.arange(0, BLOCK_M, rows_layout)
-        lse = gl.load(lse_pointer + pair.to(gl.int64) * pitch + query, mask=query < queries, other=0.0)
+        inside = query < queries
+        lse = gl.load(lse_pointer + pair.to(gl.int64) * queries + query, mask=inside, other=float("-inf"))
+        seen = lse != float("-inf")
+        if HAS_LSE_GRADIENT:
+            lse_gradient = gl.load(lse_gradient_pointer + pair.to(gl.int64) * queries + query, mask=seen, other=0.0)
+        delta = _sum_out_times_gradient(
+            out_pointer, out_gradient, queries_ring[1].index(W), iteration & 1, first, pair, heads, queries, BLOCK_M,
+            HEAD_DIM, rows_layout,
+        )  # fmt: skip
+        if HAS_LSE_GRADIENT:
+            delta -= lse_gradient
+        delta = gl.where(seen, delta, 0.0)
+        lse = gl.where(seen, lse * LOG2E, float("inf"))
+        gl.store(base_2_pointer + pair.to(gl.int64) * pitch + query, lse, mask=inside)
+        if not CORRECT_DELTA:
+            gl.store(delta_pointer + pair.to(gl.int64) * pitch + query, delta, mask=inside)
         lse += row_slope_terms(lse, slope, scale_log2, CAUSAL, HAS_SLOPE)
-        delta = gl.load(delta_pointer + pair.to(gl.int64) * pitch + query, mask=query < queries, other=0.0)
         dq = gl.zeros([BLOCK_M, HEAD_DIM], gl.float32, out_layout)
         total = gl.zeros([BLOCK_M], gl.float32, rows_layout)
         row_sum, weight_sum = total, total
-        mbarrier.wait(queries_ring[1].index(W), iteration & 1)
         for i in range(num_tiles):
             k = keys_ring[0].index(step % STAGES).reshape([BLOCK_N, HEAD_DIM])
             v = values_ring[0].index(step % STAGES).reshape([BLOCK_N, HEAD_DIM])
@@ -169,12 +203,11 @@ def _consume(
             mbarrier.arrive(queries_ring[2].index(W), count=1)
         if CORRECT_DELTA:
             if HAS_LSE_GRADIENT:
-                seen = (query < queries) & (lse != float("inf"))
-                total -= gl.load(lse_gradient_pointer + pair.to(gl.int64) * queries + query, mask=seen, other=0.0)
-            gl.store(delta_pointer + pair.to(gl.int64) * pitch + query, delta + total, mask=query < queries)
+                total -= lse_gradient
+            gl.store(delta_pointer + pair.to(gl.int64) * pitch + query, delta + total, mask=inside)
         if FAR_SUMS or SLOPE_SUMS:
             row_sum -= total * weight_sum
-            gl.store(row_sums_pointer + pair.to(gl.int64) * queries + query, row_sum, mask=query < queries)
+            gl.store(row_sums_pointer + pair.to(gl.int64) * queries + query, row_sum, mask=inside)
         tma.store_wait(0)  # wait until the gradient of the previous tile has left the buffer
         out_buffer.reshape([BLOCK_M, HEAD_DIM]).store((dq * scale).to(dtype))
         fence_async_shared()
@@ -188,19 +221,20 @@ def _consume(
 @kernel
 def hopper_dq(
     q_descriptor, k_descriptor, v_descriptor, do_descriptor, dq_descriptor,
-    lse_pointer, delta_pointer, lse_gradient_pointer, distance_pointer, slopes_pointer, row_sums_pointer,
-    order_pointer, order_width, heads, heads_per_group, queries, pitch, keys, scale, scale_log2, reach, extent,
+    out_pointer, lse_pointer, lse_gradient_pointer, base_2_pointer, delta_pointer, distance_pointer, slopes_pointer,
+    row_sums_pointer, order_pointer, order_width, heads, heads_per_group, queries, pitch, keys, scale, scale_log2,
+    reach, extent,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, HEAD_DIM: gl.constexpr,
     CAUSAL: gl.constexpr, HAS_DISTANCE: gl.constexpr, HAS_SLOPE: gl.constexpr, CORRECT_DELTA: gl.constexpr,
     HAS_LSE_GRADIENT: gl.constexpr, FAR_SUMS: gl.constexpr, SLOPE_SUMS: gl.constexpr, SEPARATE_OUT: gl.constexpr,
 ):  # fmt: skip
-    """Compute the gradient of each tile of 2 BLOCK_M queries.
+    """Compute the gradient of each tile of 2 BLOCK_M queries, and the row statistics of `hopper_delta`.
 
-    Descriptors and distance as in `hopper_forward`. lse (base 2, +inf in fully masked rows) and delta: fp32 (batch,
-    heads, pitch). row_sums: fp32 (batch, heads, queries); with FAR_SUMS the score gradients of a row, summed over
-    blocks of 64 keys whose distances to the row's tile are all >= reach; with SLOPE_SUMS the row's contribution to the
-    gradient of its head's slope. Both need CORRECT_DELTA, which corrects delta as `dq_kernel` does; lse_gradient: fp32
-    (batch, heads, queries).
+    Descriptors and distance as in `hopper_forward`. out: contiguous (batch, queries, heads, HEAD_DIM). lse, natural,
+    and its gradient: fp32 (batch, heads, queries); base_2 and delta: fp32 (batch, heads, pitch). row_sums: fp32 (batch,
+    heads, queries); with FAR_SUMS the score gradients of a row, summed over blocks of 64 keys whose distances to the
+    row's tile are all >= reach; with SLOPE_SUMS the row's contribution to the gradient of its head's slope. Both need
+    CORRECT_DELTA, which corrects delta as `dq_kernel` does.
     """
     dtype: gl.constexpr = q_descriptor.dtype
     offset = keys - queries
@@ -215,16 +249,16 @@ def hopper_dq(
     values_ring = make_ring(gl.allocate_shared_memory(dtype, [STAGES, 1, BLOCK_N, 1, HEAD_DIM], layout), STAGES, 2)
     gl.warp_specialize([
         (_consume, (
-            dq_descriptor, lse_pointer, delta_pointer, lse_gradient_pointer, distance_pointer, slopes_pointer,
-            row_sums_pointer,
+            dq_descriptor, out_pointer, lse_pointer, lse_gradient_pointer, base_2_pointer, delta_pointer,
+            distance_pointer, slopes_pointer, row_sums_pointer,
             queries_ring, out_gradients, keys_ring, values_ring, outs,
             order_pointer, order_width, heads, queries, pitch, offset, keys, scale, scale_log2, reach, extent,
             0, BLOCK_M, BLOCK_N, STAGES, HEAD_DIM, CAUSAL, HAS_DISTANCE, HAS_SLOPE, CORRECT_DELTA, HAS_LSE_GRADIENT,
             FAR_SUMS, SLOPE_SUMS, SEPARATE_OUT, dtype,
         )),
         (_consume, (
-            dq_descriptor, lse_pointer, delta_pointer, lse_gradient_pointer, distance_pointer, slopes_pointer,
-            row_sums_pointer,
+            dq_descriptor, out_pointer, lse_pointer, lse_gradient_pointer, base_2_pointer, delta_pointer,
+            distance_pointer, slopes_pointer, row_sums_pointer,
             queries_ring, out_gradients, keys_ring, values_ring, outs,
             order_pointer, order_width, heads, queries, pitch, offset, keys, scale, scale_log2, reach, extent,
             1, BLOCK_M, BLOCK_N, STAGES, HEAD_DIM, CAUSAL, HAS_DISTANCE, HAS_SLOPE, CORRECT_DELTA, HAS_LSE_GRADIENT,

@@ -11,7 +11,7 @@ from triton.experimental.gluon import language as gl
 from ...backend_support import MAX_SHORT_QUERIES, fused_backward_support, short_backward_support
 from ..kernel_arguments import FlashAttentionParams, device_guard
 from ..portable.forward import allocate_outputs
-from .delta import compute_delta_and_lse_base_2
+from .delta import allocate_row_statistics, compute_delta_and_lse_base_2
 from .distance_bias import distance_table, num_bands
 from .dkdv import hopper_dkdv
 from .dq import hopper_dq
@@ -189,30 +189,38 @@ def launch_lse_(lse: Tensor, q: Tensor, k: Tensor, *, shift: int | None, scale: 
 class HopperBackwardInputs(NamedTuple):
     """Inputs of the backward kernels.
 
-    `lse_gradient` is (batch, heads, queries) or None for 0; `lse` (base 2), `delta` and `zeros` are from
-    `compute_delta_and_lse_base_2`; `distance` is from `_distance`.
+    `out` is contiguous; `lse` (natural) is (batch, heads, queries) and so is `lse_gradient`, or None for 0; `base_2`,
+    `delta` and `zeros` are from `compute_delta_and_lse_base_2`, or the first two for `launch_dq` to write;
+    `distance` is from `_distance`.
     """
 
     q: Tensor
     k: Tensor
     v: Tensor
+    out: Tensor
     out_gradient: Tensor
     lse: Tensor
+    lse_gradient: Tensor | None
+    base_2: Tensor
     delta: Tensor
     zeros: Tensor
-    lse_gradient: Tensor | None
     distance: tuple[Tensor | None, int, int]
 
 
 def prepare_backward(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, out_gradient: Tensor, lse_gradient: Tensor | None,
-    problem: FlashAttentionParams,
+    problem: FlashAttentionParams, *, row_statistics: bool,
 ) -> HopperBackwardInputs:  # fmt: skip
-    """Compute the inputs of the backward kernels."""
+    """Return the inputs of the backward kernels; without `row_statistics` those are left to `launch_dq`."""
     q, k, v, out_gradient = (make_tma_compatible(tensor) for tensor in (q, k, v, out_gradient))
-    lse_gradient = None if lse_gradient is None else lse_gradient.contiguous()
-    delta, base_2, zeros = compute_delta_and_lse_base_2(out.contiguous(), lse, out_gradient, lse_gradient)
-    return HopperBackwardInputs(q, k, v, out_gradient, base_2, delta, zeros, lse_gradient, _distance(problem))
+    out, lse_gradient = out.contiguous(), None if lse_gradient is None else lse_gradient.contiguous()
+    if row_statistics:
+        delta, base_2, zeros = compute_delta_and_lse_base_2(out, lse, out_gradient, lse_gradient)
+    else:
+        delta, base_2 = allocate_row_statistics(lse)
+        zeros = lse.new_empty(0, dtype=torch.int32)
+    distance = _distance(problem)
+    return HopperBackwardInputs(q, k, v, out, out_gradient, lse, lse_gradient, base_2, delta, zeros, distance)
 
 
 def launch_dq(
@@ -221,8 +229,8 @@ def launch_dq(
 ) -> Tensor | None:  # fmt: skip
     """Compute the gradient of q; with `far_sums` or `slope_sums` return the row sums of `hopper_dq`.
 
-    `gradient` may be a slice along heads of a contiguous tensor. `correct_delta`, implied by both, corrects
-    `saved.delta` in place.
+    `gradient` may be a slice along heads of a contiguous tensor. `saved.base_2` and `saved.delta` are written;
+    `correct_delta`, implied by both, corrects the latter.
     """
     q, k = saved.q, saved.k
     batch, queries, heads, head_dim = q.shape
@@ -238,9 +246,11 @@ def launch_dq(
             v_descriptor=_row_tiles(saved.v, blocks.keys),
             do_descriptor=_row_tiles(saved.out_gradient, blocks.queries),
             dq_descriptor=_row_tiles(gradient, blocks.queries),
+            out_pointer=saved.out,
             lse_pointer=saved.lse,
-            delta_pointer=saved.delta,
             lse_gradient_pointer=saved.lse if saved.lse_gradient is None else saved.lse_gradient,
+            base_2_pointer=saved.base_2,
+            delta_pointer=saved.delta,
             distance_pointer=saved.lse if table is None else table,
             slopes_pointer=saved.lse if problem.alibi_slopes is None else problem.alibi_slopes.contiguous(),
             row_sums_pointer=saved.lse if row_sums is None else row_sums,
@@ -249,7 +259,7 @@ def launch_dq(
             heads=heads,
             heads_per_group=heads // groups,
             queries=queries,
-            pitch=saved.lse.shape[2],
+            pitch=saved.delta.shape[2],
             keys=keys,
             scale=problem.scale,
             scale_log2=problem.scale * LOG2E,
@@ -275,7 +285,7 @@ def _operands_of_keys(saved: HopperBackwardInputs, query_rows: int, key_rows: in
     rows = {"q": (saved.q, query_rows), "k": (saved.k, key_rows), "v": (saved.v, key_rows)}
     rows["do"] = (saved.out_gradient, query_rows)
     found = {f"{name}_descriptor": _row_tiles(tensor, count) for name, (tensor, count) in rows.items()}
-    for name, numbers in (("lse", saved.lse), ("delta", saved.delta)):
+    for name, numbers in (("lse", saved.base_2), ("delta", saved.delta)):
         shape, strides = [batch * heads, queries], [numbers.shape[2], 1]
         found[f"{name}_descriptor"] = TileDescriptor(numbers, shape, strides, [1, query_rows], _ROW)
     return found
