@@ -35,6 +35,7 @@ def variants() -> Iterator[tuple[str, Any, dict[str, Any]]]:
                         yield "forward", launchers.hopper_forward, shared | apart | constants | {"HAS_SINK": sinks}
                 sums = {"FAR_SUMS": distance and not causal, "SLOPE_SUMS": slopes}
                 sums |= {"CORRECT_DELTA": distance or slopes, "HAS_LSE_GRADIENT": causal}
+                sums |= {"ROW_STATISTICS": head_dim <= 128 and not slopes}
                 yield (
                     "dq",
                     launchers.hopper_dq,

@@ -23,8 +23,9 @@ from stoker.kernels.attention.backend_support import (
 )
 from stoker.kernels.attention.call_spec import Bias
 from stoker.kernels.attention.flash import ops
+from stoker.kernels.attention.flash.hopper import delta as delta_module
 from stoker.kernels.attention.flash.hopper import launchers, supported_calls
-from stoker.kernels.attention.flash.hopper.delta import compute_delta_and_lse_base_2
+from stoker.kernels.attention.flash.hopper.delta import allocate_row_statistics, compute_delta_and_lse_base_2
 from stoker.kernels.attention.flash.hopper.distance_bias import distance_gradient, distance_table, num_bands
 from stoker.kernels.attention.flash.hopper.fused_backward import num_visits, visit
 from stoker.kernels.attention.flash.hopper.supported_calls import make_tma_compatible
@@ -35,6 +36,7 @@ from stoker.kernels.attention.flash.hopper.tile_scheduler import (
     query_tiles_per_key_tile,
 )
 from stoker.kernels.attention.flash.kernel_arguments import FlashAttentionParams as FlashProblem
+from stoker.kernels.attention.reference import reference_attention
 from stoker.kernels.launch import HAS_TRITON
 
 pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="Triton has no build for this platform")
@@ -452,6 +454,38 @@ def test_accuracy_with_a_distance_bias(
     for queries, keys in ((1, 1), (64, 64), (130, 300), (300, 130), (1000, 1000)):
         case = Case(head_dim=head_dim, causal=causal, queries=queries, keys=keys, heads=4, groups=2, reach=reach)
         assert_accurate(flash_attention, case, dtype, "cuda")
+    assert all(hopper_calls)
+
+
+@pytest.mark.gpu
+@CAUSAL
+@pytest.mark.parametrize(("head_dim", "bias"), [*itertools.product((64, 128), ("", "reach", "slopes")), (256, "")])
+def test_gradients_of_some_tensors(
+    monkeypatch: pytest.MonkeyPatch, hopper_calls: list[bool], head_dim: int, bias: str, causal: bool
+) -> None:
+    """Without a gradient of the log-sum-exp, and with frozen tensors; row statistics are computed before they are read.
+
+    A frozen q or bias moves the sums of delta to another kernel, so the last bits may differ.
+    """
+    only_on_hopper()
+    for module in (launchers, delta_module):
+        monkeypatch.setattr(
+            module,
+            "allocate_row_statistics",
+            lambda lse: tuple(each.fill_(math.nan) for each in allocate_row_statistics(lse)),
+        )
+    more: dict[str, Any] = {"reach": 100} if bias == "reach" else {"slopes": bias == "slopes"}
+    for queries, keys in ((257, 513), (513, 257), (70, 70)):
+        case = Case(head_dim=head_dim, causal=causal, queries=queries, keys=keys, heads=4, groups=2, **more)
+        problem = served(case, torch.bfloat16)
+        exact = run(reference_attention, problem.detached(torch.float64), lse_gradient=False, rounded=torch.bfloat16)
+        names = tuple(problem.tensors)
+        for wanted in (names, ("q",), ("k", "v"), ("q", "k", "v"), names[1:]):
+            frozen = {name: problem.tensors[name].detach() for name in names if name not in wanted}
+            ours = run(flash_attention, problem.with_tensors(**frozen), lse_gradient=False, wanted=wanted)
+            for name in wanted:
+                error = (ours[f"d{name}"].double() - exact[f"d{name}"]).norm() / exact[f"d{name}"].norm()
+                assert error < (0.01 if name in "qkv" else 0.1), (wanted, name, error)
     assert all(hopper_calls)
 
 

@@ -158,7 +158,7 @@ def _hopper_gradients(
     is_short = needs_all and order is None and launchers.uses_short_backward(q, k, problem)
     saved = launchers.prepare_backward(
         q, k, v, out, lse, out_gradient, lse_gradient, problem,
-        row_statistics=order is not None or is_short or not writes_q,
+        begins_with_dq=writes_q and order is None and not is_short,
     )  # fmt: skip
     if order is not None:
         launchers.launch_fused_backward(saved, problem, order, dq, dk, dv)

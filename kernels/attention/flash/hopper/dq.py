@@ -106,7 +106,7 @@ def _consume(
     W: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, HEAD_DIM: gl.constexpr,
     CAUSAL: gl.constexpr, HAS_DISTANCE: gl.constexpr, HAS_SLOPE: gl.constexpr, CORRECT_DELTA: gl.constexpr,
     HAS_LSE_GRADIENT: gl.constexpr, FAR_SUMS: gl.constexpr, SLOPE_SUMS: gl.constexpr, SEPARATE_OUT: gl.constexpr,
-    dtype: gl.constexpr,
+    ROW_STATISTICS: gl.constexpr, dtype: gl.constexpr,
 ):  # fmt: skip
     """Consumer W: compute the gradient of its BLOCK_M rows of each tile."""
     scores_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
@@ -130,21 +130,25 @@ def _consume(
         slope = load_slope(slopes_pointer, pair % heads, scale_log2, HAS_SLOPE)
         query = first + gl.arange(0, BLOCK_M, rows_layout)
         inside = query < queries
-        lse = gl.load(lse_pointer + pair.to(gl.int64) * queries + query, mask=inside, other=float("-inf"))
-        seen = lse != float("-inf")
-        if HAS_LSE_GRADIENT:
-            lse_gradient = gl.load(lse_gradient_pointer + pair.to(gl.int64) * queries + query, mask=seen, other=0.0)
-        delta = _sum_out_times_gradient(
-            out_pointer, out_gradient, queries_ring[1].index(W), iteration & 1, first, pair, heads, queries, BLOCK_M,
-            HEAD_DIM, rows_layout,
-        )  # fmt: skip
-        if HAS_LSE_GRADIENT:
-            delta -= lse_gradient
-        delta = gl.where(seen, delta, 0.0)
-        lse = gl.where(seen, lse * LOG2E, float("inf"))
-        gl.store(base_2_pointer + pair.to(gl.int64) * pitch + query, lse, mask=inside)
-        if not CORRECT_DELTA:
-            gl.store(delta_pointer + pair.to(gl.int64) * pitch + query, delta, mask=inside)
+        place = pair.to(gl.int64) * pitch + query
+        if ROW_STATISTICS:
+            natural = gl.load(lse_pointer + pair.to(gl.int64) * queries + query, mask=inside, other=float("-inf"))
+            seen = natural != float("-inf")
+            delta = _sum_out_times_gradient(
+                out_pointer, out_gradient, queries_ring[1].index(W), iteration & 1, first, pair, heads, queries,
+                BLOCK_M, HEAD_DIM, rows_layout,
+            )  # fmt: skip
+            if HAS_LSE_GRADIENT:
+                delta -= gl.load(lse_gradient_pointer + pair.to(gl.int64) * queries + query, mask=seen, other=0.0)
+            delta = gl.where(seen, delta, 0.0)
+            lse = gl.where(seen, natural * LOG2E, float("inf"))
+            gl.store(base_2_pointer + place, lse, mask=inside)
+            if not CORRECT_DELTA:
+                gl.store(delta_pointer + place, delta, mask=inside)
+        else:
+            lse = gl.load(base_2_pointer + place, mask=inside, other=0.0)
+            delta = gl.load(delta_pointer + place, mask=inside, other=0.0)
+            mbarrier.wait(queries_ring[1].index(W), iteration & 1)
         lse += row_slope_terms(lse, slope, scale_log2, CAUSAL, HAS_SLOPE)
         dq = gl.zeros([BLOCK_M, HEAD_DIM], gl.float32, out_layout)
         total = gl.zeros([BLOCK_M], gl.float32, rows_layout)
@@ -203,8 +207,9 @@ def _consume(
             mbarrier.arrive(queries_ring[2].index(W), count=1)
         if CORRECT_DELTA:
             if HAS_LSE_GRADIENT:
-                total -= lse_gradient
-            gl.store(delta_pointer + pair.to(gl.int64) * pitch + query, delta + total, mask=inside)
+                seen = inside & (lse != float("inf"))
+                total -= gl.load(lse_gradient_pointer + pair.to(gl.int64) * queries + query, mask=seen, other=0.0)
+            gl.store(delta_pointer + place, delta + total, mask=inside)
         if FAR_SUMS or SLOPE_SUMS:
             row_sum -= total * weight_sum
             gl.store(row_sums_pointer + pair.to(gl.int64) * queries + query, row_sum, mask=inside)
@@ -227,8 +232,9 @@ def hopper_dq(
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, HEAD_DIM: gl.constexpr,
     CAUSAL: gl.constexpr, HAS_DISTANCE: gl.constexpr, HAS_SLOPE: gl.constexpr, CORRECT_DELTA: gl.constexpr,
     HAS_LSE_GRADIENT: gl.constexpr, FAR_SUMS: gl.constexpr, SLOPE_SUMS: gl.constexpr, SEPARATE_OUT: gl.constexpr,
+    ROW_STATISTICS: gl.constexpr,
 ):  # fmt: skip
-    """Compute the gradient of each tile of 2 BLOCK_M queries, and the row statistics of `hopper_delta`.
+    """Compute the gradient of each tile of 2 BLOCK_M queries, with ROW_STATISTICS also what `hopper_delta` computes.
 
     Descriptors and distance as in `hopper_forward`. out: contiguous (batch, queries, heads, HEAD_DIM). lse, natural,
     and its gradient: fp32 (batch, heads, queries); base_2 and delta: fp32 (batch, heads, pitch). row_sums: fp32 (batch,
@@ -254,7 +260,7 @@ def hopper_dq(
             queries_ring, out_gradients, keys_ring, values_ring, outs,
             order_pointer, order_width, heads, queries, pitch, offset, keys, scale, scale_log2, reach, extent,
             0, BLOCK_M, BLOCK_N, STAGES, HEAD_DIM, CAUSAL, HAS_DISTANCE, HAS_SLOPE, CORRECT_DELTA, HAS_LSE_GRADIENT,
-            FAR_SUMS, SLOPE_SUMS, SEPARATE_OUT, dtype,
+            FAR_SUMS, SLOPE_SUMS, SEPARATE_OUT, ROW_STATISTICS, dtype,
         )),
         (_consume, (
             dq_descriptor, out_pointer, lse_pointer, lse_gradient_pointer, base_2_pointer, delta_pointer,
@@ -262,7 +268,7 @@ def hopper_dq(
             queries_ring, out_gradients, keys_ring, values_ring, outs,
             order_pointer, order_width, heads, queries, pitch, offset, keys, scale, scale_log2, reach, extent,
             1, BLOCK_M, BLOCK_N, STAGES, HEAD_DIM, CAUSAL, HAS_DISTANCE, HAS_SLOPE, CORRECT_DELTA, HAS_LSE_GRADIENT,
-            FAR_SUMS, SLOPE_SUMS, SEPARATE_OUT, dtype,
+            FAR_SUMS, SLOPE_SUMS, SEPARATE_OUT, ROW_STATISTICS, dtype,
         )),
         (_produce, (
             q_descriptor, k_descriptor, v_descriptor, do_descriptor,

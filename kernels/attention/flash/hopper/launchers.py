@@ -190,7 +190,7 @@ class HopperBackwardInputs(NamedTuple):
     """Inputs of the backward kernels.
 
     `out` is contiguous; `lse` (natural) is (batch, heads, queries) and so is `lse_gradient`, or None for 0; `base_2`,
-    `delta` and `zeros` are from `compute_delta_and_lse_base_2`, or the first two for `launch_dq` to write;
+    `delta` and `zeros` are from `compute_delta_and_lse_base_2`; `zeros` is None where `launch_dq` writes the other two;
     `distance` is from `_distance`.
     """
 
@@ -203,22 +203,25 @@ class HopperBackwardInputs(NamedTuple):
     lse_gradient: Tensor | None
     base_2: Tensor
     delta: Tensor
-    zeros: Tensor
+    zeros: Tensor | None
     distance: tuple[Tensor | None, int, int]
 
 
 def prepare_backward(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, out_gradient: Tensor, lse_gradient: Tensor | None,
-    problem: FlashAttentionParams, *, row_statistics: bool,
+    problem: FlashAttentionParams, *, begins_with_dq: bool,
 ) -> HopperBackwardInputs:  # fmt: skip
-    """Return the inputs of the backward kernels; without `row_statistics` those are left to `launch_dq`."""
+    """Return the inputs of the backward kernels.
+
+    Row statistics are left to `launch_dq` if the backward begins with it and its kernel has the registers to compute
+    them: for 256 dimensions and for slopes its loop would spill.
+    """
     q, k, v, out_gradient = (make_tma_compatible(tensor) for tensor in (q, k, v, out_gradient))
     out, lse_gradient = out.contiguous(), None if lse_gradient is None else lse_gradient.contiguous()
-    if row_statistics:
-        delta, base_2, zeros = compute_delta_and_lse_base_2(out, lse, out_gradient, lse_gradient)
+    if begins_with_dq and q.shape[3] <= 128 and problem.alibi_slopes is None:
+        (delta, base_2), zeros = allocate_row_statistics(lse), None
     else:
-        delta, base_2 = allocate_row_statistics(lse)
-        zeros = lse.new_empty(0, dtype=torch.int32)
+        delta, base_2, zeros = compute_delta_and_lse_base_2(out, lse, out_gradient, lse_gradient)
     distance = _distance(problem)
     return HopperBackwardInputs(q, k, v, out, out_gradient, lse, lse_gradient, base_2, delta, zeros, distance)
 
@@ -229,8 +232,8 @@ def launch_dq(
 ) -> Tensor | None:  # fmt: skip
     """Compute the gradient of q; with `far_sums` or `slope_sums` return the row sums of `hopper_dq`.
 
-    `gradient` may be a slice along heads of a contiguous tensor. `saved.base_2` and `saved.delta` are written;
-    `correct_delta`, implied by both, corrects the latter.
+    `gradient` may be a slice along heads of a contiguous tensor. `saved.base_2` and `saved.delta` are written if
+    `saved.zeros` is None; `correct_delta`, implied by both, corrects the latter.
     """
     q, k = saved.q, saved.k
     batch, queries, heads, head_dim = q.shape
@@ -275,6 +278,7 @@ def launch_dq(
             FAR_SUMS=far_sums,
             SLOPE_SUMS=slope_sums,
             SEPARATE_OUT=head_dim <= 128,
+            ROW_STATISTICS=saved.zeros is None,
         ))  # fmt: skip
     return row_sums
 
