@@ -59,10 +59,11 @@ def test_order_of_preference() -> None:
 def test_few_queries_train_with_the_kernel_that_keeps_them() -> None:
     with_triton = dataclasses.replace(NEW, triton=(3, 6))
     call = dataclasses.replace(HOPPER, queries=114, keys=512, head_dim=64, batch=64, heads=12, groups=12, causal=False)
-    assert chosen(call, with_triton) == "triton"
+    for change in ({}, {"batch": 11}, {"keys": 128}, {"keys": 2048}, {"queries": 32}):
+        assert chosen(dataclasses.replace(call, **change), with_triton) == "triton"
     changes: list[dict[str, Any]] = [
-        {"training": False}, {"queries": 129}, {"groups": 6}, {"batch": 40}, {"head_dim": 128}, {"keys": 2048},
-        {"queries": 64},
+        {"training": False}, {"queries": 129}, {"groups": 6}, {"batch": 10}, {"head_dim": 128}, {"keys": 2049},
+        {"queries": 31},
     ]  # fmt: skip
     assert {chosen(dataclasses.replace(call, **change), with_triton) for change in changes} == {"sdpa_cudnn"}
 
