@@ -48,8 +48,8 @@ FASTER_THAN_CUDNN = {
     (256, False): (1024, 16384),
 }
 MAX_SHORT_QUERIES = 128
-# calls of `short_backward_support` too, 1.01 to 1.36 times as fast on an H200: fewest queries, fewest and most keys, and
-# fewest heads times sequences; measured with 32, 114 and 128 queries, 128 to 2,048 keys and 72 to 768 heads
+# calls of `short_backward_support` too, 1.01 to 1.36 times as fast on an H200: fewest queries, fewest and most keys,
+# and fewest heads times sequences; measured with 32, 114 and 128 queries, 128 to 2,048 keys and 72 to 768 heads
 _SHORT_FASTER_THAN_CUDNN = (32, 128, 2048, 132)
 
 

@@ -113,12 +113,13 @@ EXPERTS = kernels({"forward": 1.0, "backward": 2.0, "both": 3.0}, milliseconds=T
 MATMULS = kernels({"forward": 1.0}, milliseconds=True)
 LOOP = runs(loop_overhead.TITLES, ("ms/step", "time, of the bare loop"), base="loop", by_speed=False)
 FLOOR = runs(step_floor.TITLES, ("tokens/s", "ms/step", "speed"), base="floor")
+PRECISION_BASE = {"stoker_bf16": "stoker_bf16", "plain_bf16": "stoker_bf16"}
 MOVED, ONE_RUN = "2026-11-23, all that", "2026-11-23, one run"
 TABLES: dict[str, Table] = {
     **{
         f"training_step_{name}": Table(
             "training_step.jsonl",
-            runs(model.titles),
+            runs(model.titles, base={peer: PRECISION_BASE.get(peer, "stoker") for peer in model.titles}),
             lambda row, name=name: row["model"] == name,
             model.overrides,
         )
@@ -184,7 +185,10 @@ TABLES: dict[str, Table] = {
         f"attention_{name}": Table("attention.jsonl", render, lambda row, name=name: row["section"] == name)
         for name, render in SECTIONS.items()
     },
-    "attention_cudnn": Table("attention_cudnn.jsonl", ATTENTION),
+    **{
+        name: Table("attention_cudnn.jsonl", ATTENTION, lambda row, section=section: row["section"] == section)
+        for name, section in (("attention_cudnn", "plain"), ("attention_bias", "distance"))
+    },
     "data_parallel": Table("data_parallel.jsonl", exchange, overrides=training_step.MODELS["gpt"].overrides),
     "parallel": Table("parallel.jsonl", several),
 }
