@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from tiers import DEVICES, cases, extra
+from tiers import DEVICES, cases, extra, full_only
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -95,7 +95,7 @@ KERNEL_CASES = [
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(("producer", "granularity"), KERNEL_CASES)
+@pytest.mark.parametrize(("producer", "granularity"), cases(KERNEL_CASES, fast=9))
 def test_kernels_equal_the_reference(device: str, producer: str, granularity: Granularity) -> None:
     tensors, activation = sources(producer)
     tensors = [tensor.to(device) for tensor in tensors]
@@ -484,9 +484,10 @@ def test_aligned_assignments_move_the_rows_of_an_expert_together(multiple: int) 
         assert torch.equal(*(torch.searchsorted(x.ends, x.places[kept], right=True) for x in (assignments, aligned)))
 
 
-@pytest.mark.parametrize("scaling", ["tensorwise", *extra("rowwise", "blockwise")])
-@pytest.mark.parametrize("backward", FORMATS)
-@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize(
+    ("scaling", "backward", "gated"),
+    cases(product(("tensorwise", "rowwise", "blockwise"), FORMATS, (True, False)), fast=2),
+)
 def test_experts_by_the_kernels_equal_their_emulation(scaling: Scaling, gated: bool, backward: Format) -> None:
     recipe = Fp8Recipe(scaling, backward=backward)
     assignments, tensors = routed(torch.float32)
@@ -507,7 +508,8 @@ def test_experts_by_the_kernels_equal_their_emulation(scaling: Scaling, gated: b
         assert (second - third).norm() < 0.15 * third.norm()
 
 
-@pytest.mark.parametrize("scaling", ["tensorwise", *extra("rowwise", "blockwise")])
+@full_only
+@pytest.mark.parametrize("scaling", SCALINGS)
 def test_experts_compile_to_one_graph_and_are_recomputed(scaling: Scaling) -> None:
     torch._dynamo.reset()
     assignments, tensors = routed(torch.bfloat16)

@@ -1,5 +1,6 @@
 """Fused scaled masked softmax: the kernels in the interpreter and the operation, against fp64 and plain torch."""
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -219,8 +220,10 @@ def with_sinks(function, x, output_gradient, sinks, *arguments):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("one_pass", [1 << 15, 16])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("dtype", "one_pass"),
+    cases(product((torch.float64, torch.float32, torch.bfloat16), (1 << 15, 16)), fast=3),
+)
 @pytest.mark.usefixtures("kernels")
 def test_sinks_take_part_in_the_denominator(dtype, one_pass, device, monkeypatch):
     """Against a softmax over one more column, of the same rounded inputs; rows without keys included."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -187,8 +188,7 @@ FUSED: dict[str, dict[str, Any]] = {
 
 @torch.no_grad()
 @interpreted
-@pytest.mark.parametrize("case", cases(FUSED, fast=2))
-@pytest.mark.parametrize("parts", [1, 4])
+@pytest.mark.parametrize(("case", "parts"), cases(product(FUSED, (1, 4)), fast=2))
 def test_fused_steps_give_what_the_whole_text_gives(case: str, parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A layer in six kernels, interpreted; five where the keys are in one part."""
     monkeypatch.setattr(incremental_decoding, "can_fuse_decode_step", lambda layers, *_: all(map(is_plain, layers)))

@@ -132,8 +132,7 @@ def test_what_cannot_be_split_is_refused(
 
 OVERLAPPED: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({}, {"compile": True}),
-    ({"dispatcher": "allgather"}, {"compile": True}),
-    ({"bias": True}, {"compile": True, "dropped": True}),
+    *extra(({"dispatcher": "allgather"}, {"compile": True}), ({"bias": True}, {"compile": True, "dropped": True})),
     ({}, {"compile": True, "frozen": True}),
     ({"bias": True, "gated": False, "nonlinearity": "gelu"}, {"dropped": True}),
     ({"dispatcher": "allgather"}, {"frozen": True}),
@@ -177,7 +176,7 @@ def test_compiled_layers_exchange_tokens_inside_their_graphs(forks: ForkServer, 
 IN_MEMORY: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"bias": True}, {"compile": "aot_eager", "dropped": True}),
     ({"dropout": 0.3}, {"fp64": True, "dropped": True}),
-    ({"nonlinearity": "gelu", "gated": False}, {"fp64": True, "crowded": True}),
+    *extra(({"nonlinearity": "gelu", "gated": False}, {"fp64": True, "crowded": True})),
     ({}, {"fp64": True, "crowded": True, "frozen": True}),
     # in the interpreter, slowly
     *extra(({}, {"dropped": True}), ({}, {"crowded": True, "frozen": True}), ({}, {"compile": "inductor"})),

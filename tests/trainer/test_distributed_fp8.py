@@ -88,8 +88,12 @@ ATTENTION = {"model__fp8_dot_product_attention": True, "model__attention_dropout
 @pytest.mark.parametrize(
     ("name", "layout", "planted"),
     [
-        ("ddp", LAYOUTS["ddp"], ()),
-        *extra(("full", LAYOUTS["full"], ()), ("sequence", SEQUENCE, ()), ("pipeline", PIPELINE, ())),
+        *extra(
+            ("ddp", LAYOUTS["ddp"], ()),
+            ("full", LAYOUTS["full"], ()),
+            ("sequence", SEQUENCE, ()),
+            ("pipeline", PIPELINE, ()),
+        ),
         *extra(("context", CONTEXT | {"model__attention_dropout": 0.0}, ())),
         ("sequence-attention", SEQUENCE | ATTENTION, ()),
         *extra(("exchange-attention", CONTEXT | {"model__cp_comm_type": "a2a"} | ATTENTION, ())),

@@ -52,7 +52,6 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "rowwise, ddp": (2, {"model__fp8_recipe": "rowwise"}),
     **{name: (2, optimizer) for name, optimizer in OPTIMIZERS.items()},
 }
-FAST = ("alone", "zero1")
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +76,7 @@ def check_same(kept: Path, beside: Path, kinds: tuple[str, ...], last: int = 3) 
         assert all(map(math.isfinite, record["validation"]))
 
 
-@pytest.mark.parametrize("name", [*FAST, *extra(*(name for name in CASES if name not in FAST))])
+@pytest.mark.parametrize("name", ["zero1", *extra(*(name for name in CASES if name != "zero1"))])
 def test_weights_in_fp8_train_to_the_same_bits(runs: DistributedRuns, name: str) -> None:
     ranks, changes = CASES[name]
     settings = (BF16 if "model" not in changes else {"trainer__precision": "bf16"}) | changes

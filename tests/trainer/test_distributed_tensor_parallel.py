@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from distributed_runs import DistributedRuns
 from test_distributed_parity import EMA, HYBRID, LAYOUTS, NO_BIAS, RAMP_UP, T5, check_equal
-from tiers import extra, full_only
+from tiers import full_only
 
 TENSOR = {"model__tensor_model_parallel_size": 2}
 SEQUENCE = TENSOR | {"model__sequence_parallel": True}
@@ -150,7 +150,8 @@ FLEX = {"model__moe_token_dispatcher_type": "flex", "trainer__accelerator": "aut
 """Here through memory of the host."""
 
 
-@pytest.mark.parametrize("dispatcher", [FLEX, *extra({})])
+@full_only
+@pytest.mark.parametrize("dispatcher", [FLEX, {}])
 def test_experts_of_compiled_layers_equal_one_process(runs, dispatcher):
     name = f"compiled-{len(dispatcher)}"
     compare(runs, name, "moe", 2, EXPERT | dispatcher | LAYOUTS["full"] | {"traced": True})
