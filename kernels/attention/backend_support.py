@@ -270,15 +270,17 @@ def uses_hopper_kernels(call: AttentionCall, installed: InstalledSoftware) -> bo
 def is_faster_than_cudnn(call: AttentionCall, installed: InstalledSoftware) -> bool:
     """True if the sm_90 kernels run the call and are measured to be faster than cuDNN's."""
     fewest, most = FASTER_THAN_CUDNN.get((call.head_dim, call.causal), (1, 0))
-    is_short = call.training and short_backward_support(
+    is_faster = fewest <= call.keys <= most and not call.bias_is_relative
+    return (is_faster or _few_queries_are_faster(call)) and uses_hopper_kernels(call, installed)
+
+
+def _few_queries_are_faster(call: AttentionCall) -> bool:
+    queries, fewest, most, heads = _SHORT_FASTER_THAN_CUDNN
+    is_measured = call.queries >= queries and fewest <= call.keys <= most and call.batch * call.heads >= heads
+    return is_measured and call.training and short_backward_support(
         call.head_dim, call.queries, call.batch, call.heads, call.groups, causal=call.causal,
         relative_bias=call.bias_is_relative,
     )  # fmt: skip
-    is_faster = fewest <= call.keys <= most and not call.bias_is_relative
-    queries, fewest, most, heads = _SHORT_FASTER_THAN_CUDNN
-    is_short = is_short and call.queries >= queries and call.batch * call.heads >= heads
-    is_faster = is_faster or (is_short and fewest <= call.keys <= most)
-    return is_faster and uses_hopper_kernels(call, installed)
 
 
 _FP32_DQ_ACCUMULATOR = ("sdpa_flash", "sdpa_cudnn", "sdpa_efficient", "flash_attn", "te_flash", "te_fused")

@@ -113,13 +113,12 @@ EXPERTS = kernels({"forward": 1.0, "backward": 2.0, "both": 3.0}, milliseconds=T
 MATMULS = kernels({"forward": 1.0}, milliseconds=True)
 LOOP = runs(loop_overhead.TITLES, ("ms/step", "time, of the bare loop"), base="loop", by_speed=False)
 FLOOR = runs(step_floor.TITLES, ("tokens/s", "ms/step", "speed"), base="floor")
-PRECISION_BASE = {"stoker_bf16": "stoker_bf16", "plain_bf16": "stoker_bf16"}
 MOVED, ONE_RUN = "2026-11-23, all that", "2026-11-23, one run"
 TABLES: dict[str, Table] = {
     **{
         f"training_step_{name}": Table(
             "training_step.jsonl",
-            runs(model.titles, base={peer: PRECISION_BASE.get(peer, "stoker") for peer in model.titles}),
+            runs(model.titles, base={peer: f"stoker{'_bf16' * peer.endswith('_bf16')}" for peer in model.titles}),
             lambda row, name=name: row["model"] == name,
             model.overrides,
         )

@@ -57,7 +57,7 @@ from .training_state import TrainingState, fp8_scale_shards
 
 @dataclass(frozen=True)
 class TrainingLoop:
-    """What `lightning_trainer.fit` runs, and what must be closed after it.
+    """The parts that `lightning_trainer.fit` runs, and those that must be closed after it.
 
     Attributes:
         module: model, optimizer and dataloader, at the first step of this process.

@@ -66,7 +66,7 @@ class Rates(ConfigBlock):
 
 
 class BenchTable(ConfigBlock):
-    """What was measured, on which card and with which software."""
+    """Measured times and rates of a card, with the software they were measured with."""
 
     model_config = ConfigDict(strict=False)  # lists of JSON are tuples
     card: str

@@ -82,7 +82,7 @@ class _Segment(NamedTuple):
 
 
 class _Piece(NamedTuple):
-    """What is sent at once.
+    """Tensors, or parts of them, that are sent at once.
 
     Attributes:
         sent: parts of joined tensors.

@@ -26,7 +26,7 @@ _NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64}
 
 
 class _Owner(NamedTuple):
-    """What has state: a parameter, with its shard and this rank's part of it, or a parameter group."""
+    """A parameter that has state, with its shard and this rank's part of it, or a parameter group."""
 
     values: dict[str, Any]
     shard: LocalShard | None = None

@@ -1,4 +1,4 @@
-"""What runs the collectives of weights and gradients of data-parallel ranks: copy engines, NCCL or gloo, and why.
+"""Tells who runs the collectives of weights and gradients of data-parallel ranks: copy engines, NCCL or gloo; and why.
 
 `distributed.copy_engine.build_collectives` decides so when a run starts, of which this knows the GPUs.
 """

@@ -15,7 +15,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ..portable.tile import LOG2E
 from .persistent_loop import (
     jit,
     kernel,
@@ -29,6 +28,7 @@ from .persistent_loop import (
     wait_full,
 )
 from .score_tile import (
+    LOG2E,
     add_bias,
     far_bias,
     load_slope,
