@@ -218,13 +218,25 @@ def hopper_kernels_support(head_dim: int, *, options: tuple[object, ...], relati
 
     Args:
         head_dim: width of a head.
-        options: window, softcap, dropout, packed documents, padding, dense bias, sinks beside a relative bias, values
-            of another width and chunks; none may be given.
+        options: window, softcap, dropout, packed documents but those of `hopper_kernels_support_documents`, padding,
+            dense bias, sinks beside a relative bias, values of another width and chunks; none may be given.
         relative_bias: the call has a distance bias or ALiBi slopes.
         reach: R of the distance bias.
     """
     widths = HOPPER_HEAD_DIMS[:2] if relative_bias else HOPPER_HEAD_DIMS
     return head_dim in widths and reach <= MAX_HOPPER_REACH and not any(options)
+
+
+def hopper_kernels_support_documents(head_dim: int, rows: int, *, causal: bool, bias: bool) -> bool:
+    """True if the sm_90 kernels support packed documents, of as many keys as queries.
+
+    Args:
+        head_dim: width of a head.
+        rows: tokens of all documents; one program sorts their tiles.
+        causal: with a causal mask.
+        bias: with a bias of any kind, or sinks.
+    """
+    return head_dim <= 128 and rows <= 1 << 18 and causal and not bias
 
 
 def fused_backward_support(head_dim: int, queries: int, keys: int, *, causal: bool, relative_bias: bool) -> bool:
@@ -252,8 +264,12 @@ def short_backward_support(
 
 def uses_hopper_kernels(call: AttentionCall, installed: InstalledSoftware) -> bool:
     """True if `triton` runs the call with its sm_90 kernels, as `flash/hopper/supported_calls.py` decides later."""
+    own_documents = call.queries == call.keys and hopper_kernels_support_documents(
+        call.head_dim, call.batch * call.queries, causal=call.causal, bias=call.bias != "none" or call.sinks
+    )
     options = (
-        call.window, call.softcap, call.dropout, call.packed, call.padding, call.bias.startswith("dense"),
+        call.window, call.softcap, call.dropout, call.packed and not own_documents, call.padding,
+        call.bias.startswith("dense"),
         call.sinks and call.bias_is_relative, call.has_other_values, call.attention_chunk,
     )  # fmt: skip
     return (
@@ -290,9 +306,10 @@ def accumulates_dq(backend: str, call: AttentionCall) -> bool:
     """True if the backward pass of a backend accumulates dQ in a separate fp32 buffer."""
     if backend != "triton":
         return backend in _FP32_DQ_ACCUMULATOR
-    return uses_hopper_kernels(call, InstalledSoftware(torch=(2, 11), triton=MIN_TRITON)) and fused_backward_support(
+    is_fused = not call.packed and fused_backward_support(
         call.head_dim, call.queries, call.keys, causal=call.causal, relative_bias=call.bias_is_relative
     )
+    return is_fused and uses_hopper_kernels(call, InstalledSoftware(torch=(2, 11), triton=MIN_TRITON))
 
 
 def why_not_lse_first(call: AttentionCall, installed: InstalledSoftware) -> str | None:

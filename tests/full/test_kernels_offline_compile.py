@@ -19,6 +19,8 @@ REGISTERS = {
     "cross_entropy_smoothed": 64,
     "cross_entropy_capped": 64,
     "cross_entropy_per_token_with_z_loss": 64,
+    "document_bounds": 64,
+    "document_tiles": 96,
     "dropout": 64,
     "embedding_add": 64,
     "embedding_sum": 64,

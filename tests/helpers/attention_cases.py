@@ -112,6 +112,8 @@ def build(case: Case, dtype: torch.dtype, device: str = "cpu", seed: int = 0) ->
             ends = torch.tensor([0, *(pair[side] for pair in case.lengths)]).cumsum(0)
             options[f"cu_seqlens_{name}"] = ends.to(torch.int32).to(device)
             options[f"max_seqlen_{name}"] = max(pair[side] for pair in case.lengths)
+        if all(queries == keys for queries, keys in case.lengths):  # one tensor, as in self-attention
+            options["cu_seqlens_k"] = options["cu_seqlens_q"]
     else:
         leading_q, leading_k = (case.batch, case.queries), (case.batch, case.keys)
     tensors = {

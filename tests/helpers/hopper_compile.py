@@ -27,22 +27,24 @@ def variants() -> Iterator[tuple[str, Any, dict[str, Any]]]:
                 distance, slopes = bias == "distance", bias == "slopes"
                 shared = {"HEAD_DIM": head_dim, "CAUSAL": causal, "HAS_DISTANCE": distance, "HAS_SLOPE": slopes}
                 apart = {"SEPARATE_OUT": head_dim <= 128}
+                packed = (False, True) if causal and bias == "none" and head_dim <= 128 else (False,)
                 for blocks in {launchers._FORWARD[head_dim], launchers._FORWARD_FULL[head_dim]}:
                     if blocks.consumers == 3 and (causal or slopes):
                         continue
                     constants = {"CONSUMERS": blocks.consumers} | blocks.constants()
-                    for sinks in (False, True) if bias == "none" else (False,):
-                        yield "forward", launchers.hopper_forward, shared | apart | constants | {"HAS_SINK": sinks}
+                    for sinks, documents in itertools.product((False, True), packed):
+                        options = {"HAS_SINK": sinks, "DOCUMENTS": documents}
+                        if not (sinks and (documents or bias != "none")):
+                            yield "forward", launchers.hopper_forward, shared | apart | constants | options
                 sums = {"FAR_SUMS": distance and not causal, "SLOPE_SUMS": slopes}
                 sums |= {"CORRECT_DELTA": distance or slopes, "HAS_LSE_GRADIENT": causal}
                 sums |= {"ROW_STATISTICS": head_dim <= 128 and not slopes}
-                yield (
-                    "dq",
-                    launchers.hopper_dq,
-                    shared | apart | sums | (launchers._DQ_SLOPES if slopes else launchers._DQ)[head_dim].constants(),
-                )
+                sums |= apart | (launchers._DQ_SLOPES if slopes else launchers._DQ)[head_dim].constants()
                 blocks = (launchers._DKDV_DISTANCE if distance else launchers._DKDV)[head_dim]
-                yield "dkdv", launchers.hopper_dkdv, shared | {"DIAGONALS": distance} | blocks.constants()
+                for documents in packed:
+                    options = shared | {"DOCUMENTS": documents}
+                    yield "dq", launchers.hopper_dq, options | sums
+                    yield "dkdv", launchers.hopper_dkdv, options | {"DIAGONALS": distance} | blocks.constants()
             if (head_dim, causal) in FUSED_BACKWARD_FROM:
                 blocks = launchers._FUSED[head_dim]
                 constants = {"BLOCK_M": blocks.queries, "BLOCK_N": blocks.keys, "STAGES": blocks.stages}
@@ -80,7 +82,7 @@ def compile_variant(name: str, kernel: Any, constants: dict[str, Any]) -> dict[s
             rows = block.get(name_stem, constants["BLOCK_M"])
             types[argument] = f"tensordesc<bf16[1, {rows}, 1, {constants['HEAD_DIM']}],{launchers._TILE!r}>"
         elif kind == "pointer":
-            dtypes = {"bf16": ("out", "dk", "dv"), "i32": ("order", "turns")}
+            dtypes = {"bf16": ("out", "dk", "dv"), "i32": ("order", "turns", "begins", "ends")}
             types[argument] = "*" + next((dtype for dtype, of in dtypes.items() if name_stem in of), "fp32")
             aligned[(index,)] = [["tt.divisibility", 16]]
         else:

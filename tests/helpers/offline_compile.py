@@ -169,7 +169,15 @@ def cases(capability: int) -> list[tuple[str, Any, dict[str, str], dict[str, Any
     sent |= dict.fromkeys(("capacity", "rows", "width"), "i32")
     sending = {"COPIES": 2, "EXTRAS": 2, "third_pointer": None, "SEGMENTS": 64, "BLOCK": 1024}
     sorting = {"HAS_KEPT": True, "BLOCK": counting_sort.BLOCK}
+    from stoker.kernels.attention.flash.hopper import documents
+
+    of_documents = dict.fromkeys(("cu_seqlens", "begins", "ends", "bounds", "order"), "*i32")
+    of_documents = {f"{name}_pointer": kind for name, kind in of_documents.items()}
+    of_documents |= dict.fromkeys(("entries", "rows", "steps", "order_width", "pairs", "together", "programs"), "i32")
+    dealt = {"TILE": 128, "COLUMNS": 128, "TILES": 1024, "BY_KEYS": False}
     return [
+        ("document_bounds", documents.row_bounds, of_documents, {"ROWS": documents.ROWS}, {"num_warps": 4}),
+        ("document_tiles", documents.deal_tiles, of_documents, dealt, {"num_warps": 4}),
         ("count_assignments", counting_sort.count_kernel, sort, sorting | {"BINS": 256}, {"num_warps": 4}),
         ("place_assignments", counting_sort.place_kernel, sort, sorting, {"num_warps": 4}),
         ("send_rows", send_kernel, sent, sending, {"num_warps": 4}),

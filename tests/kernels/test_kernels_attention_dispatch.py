@@ -497,7 +497,9 @@ def test_what_grows_with_the_square_is_told() -> None:
     masked, free = (select_backend(packed, flags=ON, installed=software) for software in (NEW, OWN))
     assert (masked.mask_bytes, masked.needs_mask) == (4 * 4096 * 4096 * 2, True)
     assert (free.mask_bytes, free.needs_mask) == (0, False)
-    assert free.notes == ("triton runs its portable kernels here.",)
+    assert free.notes == ("triton runs its Hopper kernels here.",)
+    whole = select_backend(dataclasses.replace(packed, causal=False), flags=ON, installed=OWN)
+    assert whole.notes == ("triton runs its portable kernels here.",)
     biased = dataclasses.replace(HOPPER, **TRAINED_BIAS)
     assert select_backend(biased, flags=ON, installed=NEW).notes == (
         "sdpa_efficient expands the distance bias to a dense bias: 0.50 GiB per layer and copy.",

@@ -24,9 +24,10 @@ from stoker.kernels.attention.backend_support import (
 from stoker.kernels.attention.call_spec import Bias
 from stoker.kernels.attention.flash import ops
 from stoker.kernels.attention.flash.hopper import delta as delta_module
-from stoker.kernels.attention.flash.hopper import launchers, supported_calls
+from stoker.kernels.attention.flash.hopper import documents, launchers, supported_calls
 from stoker.kernels.attention.flash.hopper.delta import allocate_row_statistics, compute_delta_and_lse_base_2
 from stoker.kernels.attention.flash.hopper.distance_bias import distance_gradient, distance_table, num_bands
+from stoker.kernels.attention.flash.hopper.documents import document_bounds, document_tile_order
 from stoker.kernels.attention.flash.hopper.fused_backward import num_visits, visit
 from stoker.kernels.attention.flash.hopper.supported_calls import make_tma_compatible
 from stoker.kernels.attention.flash.hopper.tile_scheduler import (
@@ -168,6 +169,43 @@ def test_delta_and_base_2(with_lse_gradient: bool) -> None:
         assert not zeros.any()
 
 
+DOCUMENTS = [[0, 3, 3, 70, 200, 333], [0, 333, 333, 333], [0, 64, 128, 300], [0, 0, 1, 2, 3, 4, 5], [0, 0]]
+
+
+@pytest.mark.parametrize("entries", DOCUMENTS)
+def test_bounds_of_documents(entries: list[int]) -> None:
+    rows = 333
+    strided = torch.tensor([[entry, -1] for entry in entries], dtype=torch.int32)[:, 0]
+    begins, ends = document_bounds(strided, rows)
+    for row in range(rows):
+        document = next(((a, b) for a, b in itertools.pairwise(entries) if a <= row < b), (rows, row))
+        assert (begins[row], ends[row]) == document
+
+
+@pytest.mark.parametrize(("by_keys", "together"), [(False, 5), (True, 8), (False, 2), (True, 1)])
+@pytest.mark.parametrize("entries", DOCUMENTS)
+def test_tiles_of_documents_are_dealt_once_each_and_evenly(
+    monkeypatch: pytest.MonkeyPatch, entries: list[int], by_keys: bool, together: int
+) -> None:
+    monkeypatch.setattr(documents, "num_multiprocessors", lambda _: 7)
+    rows, pairs, tile, columns = 333, 5, 16, 32
+    begins, ends = document_bounds(torch.tensor(entries, dtype=torch.int32), rows)
+    order = document_tile_order(ends if by_keys else begins, tile, columns, pairs, together, by_keys=by_keys)
+    tiles = -(-rows // tile)
+    visits = []
+    for first in range(0, rows, tile):
+        last = min(first + tile, rows) - 1
+        low, high = (first, int(ends[last]) - 1) if by_keys else (int(begins[first]), last)
+        visits.append(max(high // columns - low // columns + 1, 0))
+    lists = [row[1 : 1 + 2 * row[0]].view(-1, 2).tolist() for row in order]
+    dealt = [(first, pair) for entries in lists for first, pair in entries]
+    assert sorted(dealt) == list(itertools.product(range(tiles), range(pairs)))
+    costs = [[(pair // together, -visits[first]) for first, pair in entries] for entries in lists]
+    assert all(each == sorted(each) for each in costs)
+    loads = [sum(visits[first] for first, _ in entries) for entries in lists]
+    assert max(loads) - min(loads) <= (max(visits) + 1) * -(-pairs // together)
+
+
 # tiles of keys, tiles of queries in one of keys, heads in a group, groups, multiprocessors
 @pytest.mark.parametrize(
     "shape",
@@ -247,6 +285,21 @@ def test_one_kernel_for_all_gradients_from_a_length_on(
         assert accumulates_dq("sdpa_cudnn", call)
 
 
+def test_queries_and_keys_of_other_documents_are_left_to_the_portable_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    for condition, value in (("has_gluon", True), ("is_hopper", True)):
+        monkeypatch.setattr(supported_calls, condition, lambda *_, value=value: value)
+    monkeypatch.setattr(supported_calls, "INTERPRETED", False)
+    with FakeTensorMode():
+        q = torch.empty(64, 4, 64, device="cuda", dtype=torch.bfloat16)
+    ends = torch.tensor([0, 20, 64], dtype=torch.int32)
+    spread = torch.tensor([0, 10, 20, 50, 64], dtype=torch.int32)
+    pairs = [(ends, ends, True), (ends, ends[:], True), (ends, ends[:2], False), (ends, ends.clone(), False)]
+    pairs += [(spread[::2], spread[:3], False)]
+    for ends, key_ends, served in pairs:
+        fields = (None, None, None, None, None, None, ends, key_ends, -1, 0, 0.1, 0.0, 0.0, 64, 64)
+        assert supported_calls.supports(q, q, q, FlashProblem(*fields)) == served
+
+
 def test_table_of_distances_holds_every_tile_that_is_not_far() -> None:
     bias = torch.randn(2, 7)
     table, extent = distance_table(bias, 0.5)
@@ -265,7 +318,8 @@ def test_table_of_distances_holds_every_tile_that_is_not_far() -> None:
         {"bias": "distance", "reach": 512}, {"bias": "distance_with_gradient", "reach": 513},
         {"bias": "slopes"}, {"bias": "slopes_with_gradient", "head_dim": 64}, {"bias": "slopes", "head_dim": 256},
         {"bias": "slopes", "window": (8, 0)}, {"sinks": True}, {"sinks": True, "bias": "slopes"}, {"value_dim": 64},
-        {"attention_chunk": 8},
+        {"attention_chunk": 8}, {"packed": True}, {"packed": True, "head_dim": 64}, {"packed": True, "head_dim": 256},
+        {"packed": True, "causal": False}, {"packed": True, "sinks": True}, {"packed": True, "bias": "slopes"},
     ],
 )  # fmt: skip
 def test_the_dispatcher_knows_what_the_gate_lets_in(monkeypatch: pytest.MonkeyPatch, change: dict[str, Any]) -> None:
@@ -278,16 +332,18 @@ def test_the_dispatcher_knows_what_the_gate_lets_in(monkeypatch: pytest.MonkeyPa
     with FakeTensorMode():
         dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[call.dtype]
         q, k = (torch.empty(2, 32, heads, call.head_dim, device="cuda", dtype=dtype) for heads in (4, 2))
+        ends = torch.empty(3, device="cuda", dtype=torch.int32) if call.packed else None
         problem = FlashProblem(
             torch.empty(4, 32, 32, device="cuda") if call.bias == "dense" else None,
             torch.empty(4, 2 * (call.reach or 2) + 1, device="cuda") if call.bias_is_distance_table else None,
             torch.empty(4, device="cuda") if call.bias_is_alibi else None,
             torch.empty(4, device="cuda") if call.sinks else None,
             torch.empty(2, 32, device="cuda", dtype=torch.bool) if call.padding else None,
-            None, None, None, call.window[0] if call.window else -1, 0 if call.causal else -1, 0.1, call.softcap,
+            None, ends, ends, call.window[0] if call.window else -1, 0 if call.causal else -1, 0.1, call.softcap,
             call.dropout, 32, 32, call.attention_chunk,
         )  # fmt: skip
         v = torch.empty(2, 32, 2, call.value_dim or call.head_dim, device="cuda", dtype=dtype)
+        q, k, v = (each.flatten(0, 1) if call.packed else each for each in (q, k, v))
         assert supported_calls.supports(q, k, v, problem) == uses_hopper_kernels(
             call, InstalledSoftware(torch=(2, 11), triton=(3, 6))
         )
@@ -297,7 +353,7 @@ def test_the_dispatcher_knows_what_the_gate_lets_in(monkeypatch: pytest.MonkeyPa
 def test_every_kernel_compiles_and_keeps_its_loops_in_registers(compilers: ForkServer) -> None:
     """Spilled scalars cost nothing; a spilled tile would be kilobytes."""
     rows = compilers.call("hopper_compile", "compiled")
-    assert len(rows) == 61
+    assert len(rows) == 67
     for row in rows:
         assert row["wgmma"] >= (12 if row["kernel"] == "lse" else 24), row
         assert row["awaited"] <= row["wgmma"] / 3, row
@@ -487,6 +543,50 @@ def test_gradients_of_some_tensors(
                 error = (ours[f"d{name}"].double() - exact[f"d{name}"]).norm() / exact[f"d{name}"].norm()
                 assert error < (0.01 if name in "qkv" else 0.1), (wanted, name, error)
     assert all(hopper_calls)
+
+
+@pytest.mark.gpu
+@HALF
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_accuracy_with_packed_documents(hopper_calls: list[bool], head_dim: int, dtype: torch.dtype) -> None:
+    only_on_hopper()
+    for lengths in ([1], [300], [64, 64, 128], [1, 1, 700, 3, 513, 90], [5] * 70, [2000, 30, 1000, 1]):
+        pairs = tuple((length, length) for length in lengths)
+        case = Case(head_dim=head_dim, causal=True, lengths=pairs, heads=4, groups=2)
+        assert_accurate(flash_attention, case, dtype, "cuda")
+    many = Case(head_dim=head_dim, causal=True, lengths=((900, 900), (600, 600)) * 3, heads=40, groups=8)
+    assert_accurate(flash_attention, many, dtype, "cuda")
+    assert all(hopper_calls)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_rows_after_all_documents_see_nothing(monkeypatch: pytest.MonkeyPatch, head_dim: int) -> None:
+    """As with the portable kernels: output and gradients 0, the log-sum-exp -inf; with empty documents between."""
+    only_on_hopper()
+    ends = torch.tensor([0, 100, 100, 357, 400, 400, 400], dtype=torch.int32, device="cuda")
+    for rows in (400, 401, 777):
+        q, k, v = (torch.randn(rows, heads, head_dim, device="cuda").bfloat16() for heads in (4, 2, 2))
+        for tensor in (q, k, v):
+            tensor[400:] = math.nan
+        options: dict[str, Any] = {"cu_seqlens_q": ends, "cu_seqlens_k": ends, "max_seqlen_q": 300, "max_seqlen_k": 300}
+        problem = Problem({"q": q, "k": k, "v": v}, {"causal": True, **options}).detached()
+        ours = run(flash_attention, problem)
+        with monkeypatch.context() as patched:
+            patched.setattr(ops, "supports", lambda *_: False)
+            theirs = run(flash_attention, problem)
+        frozen = run(flash_attention, problem.with_tensors(q=q), wanted=("k", "v"))
+        for name in ("dk", "dv"):
+            assert (frozen[name] - ours[name]).norm() < 0.01 * ours[name].norm(), name
+        out: Any = flash_attention(*problem.tensors.values(), **problem.options)
+        out.mul_(2)  # no view
+        for name, tensor in ours.items():
+            if name == "lse":
+                assert (tensor[:, 400:] == float("-inf")).all()
+                assert torch.allclose(tensor[:, :400], theirs[name][:, :400], atol=1e-5)
+                continue
+            assert not tensor[400:].any(), name
+            assert (tensor.double() - theirs[name].double()).norm() < 0.01 * theirs[name].double().norm(), name
 
 
 @pytest.mark.gpu

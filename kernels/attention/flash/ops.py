@@ -147,13 +147,16 @@ def _hopper_gradients(
     from .hopper import launchers
     from .hopper.distance_bias import distance_gradient as distance_sums
 
+    q, k, v, out_gradient = launchers.as_one_batch(problem, q, k, v, out_gradient)
+    if problem.packed:
+        out, lse, lse_gradient = out[None], lse[None], None if lse_gradient is None else lse_gradient[None]
     distance_gradient = slopes_gradient = row_sums = diagonals = sinks_gradient = None
     writes_q, writes_kv = needs.pass_over_queries, needs.kv or needs.distance_bias
     if parts is None:
         written = zip((q, k, v), (writes_q, writes_kv, writes_kv), strict=True)
         parts = tuple(each.new_empty(each.shape if writes else 0) for each, writes in written)
     dq, dk, dv = parts
-    needs_all = needs.q and needs.kv
+    needs_all = needs.q and needs.kv and not problem.packed
     order = launchers.fused_order(q, k, problem) if needs_all else None
     is_short = needs_all and order is None and launchers.uses_short_backward(q, k, problem)
     saved = launchers.prepare_backward(
@@ -182,6 +185,8 @@ def _hopper_gradients(
         slopes_gradient = row_sums.sum((0, 2)).to(problem.alibi_slopes.dtype)
     if needs.sinks and problem.sinks is not None:
         sinks_gradient = _sinks_gradient(problem.sinks, lse, saved.delta).to(problem.sinks.dtype)
+    if problem.packed:
+        dq, dk, dv = (gradient.squeeze(0) for gradient in (dq, dk, dv))
     return (
         dq if needs.q else None, dk if needs.kv else None, dv if needs.kv else None,
         None, distance_gradient, slopes_gradient, sinks_gradient,

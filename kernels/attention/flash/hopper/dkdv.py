@@ -42,12 +42,23 @@ def _first_query_tile(tile, offset, BLOCK_M: gl.constexpr, BLOCK_KEYS: gl.conste
 
 
 @jit
+def _end_of_query_tiles(ends_pointer, tile, query_tiles, keys, BLOCK_M: gl.constexpr, BLOCK_KEYS: gl.constexpr,
+    DOCUMENTS: gl.constexpr):  # fmt: skip
+    """Return the end of the tiles of queries that see any key of the tile; `ends` is from `row_bounds`."""
+    end = query_tiles
+    if DOCUMENTS:
+        last = gl.load(ends_pointer + gl.minimum((tile + 1) * BLOCK_KEYS, keys) - 1)
+        end = (last + BLOCK_M - 1) // BLOCK_M
+    return end
+
+
+@jit
 def _produce(
     q_descriptor, k_descriptor, v_descriptor, do_descriptor, lse_descriptor, delta_descriptor,
     keys_ring, values, queries_ring, lse_buffers, out_gradients_ring, delta_buffers,
-    order_pointer, order_width, groups, heads_per_group, query_tiles, offset,
+    ends_pointer, order_pointer, order_width, groups, heads_per_group, query_tiles, offset, keys,
     TILES: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-    KEY_STAGES: gl.constexpr, HEAD_DIM: gl.constexpr, CAUSAL: gl.constexpr,
+    KEY_STAGES: gl.constexpr, HEAD_DIM: gl.constexpr, CAUSAL: gl.constexpr, DOCUMENTS: gl.constexpr,
 ):  # fmt: skip
     """Load the keys and values of a tile, and the queries and output gradients that visit it, head by head."""
     step = 0
@@ -63,10 +74,11 @@ def _produce(
             load_tile(k_descriptor, coordinates, full, keys_ring[0].index(slot * TILES + w))
             load_tile(v_descriptor, coordinates, full, values.index(slot * TILES + w))
         first = _first_query_tile(tile, offset, BLOCK_M, TILES * BLOCK_N, CAUSAL)
+        end = _end_of_query_tiles(ends_pointer, tile, query_tiles, keys, BLOCK_M, TILES * BLOCK_N, DOCUMENTS)
         for h in range(heads_per_group):
             head = group * heads_per_group + h
             row = sequence * groups * heads_per_group + head
-            for i in range(first, query_tiles):
+            for i in range(first, end):
                 stage = step % STAGES
                 coordinates = [sequence, i * BLOCK_M, head, 0]
                 tma_load(queries_ring, step, q_descriptor, coordinates, BLOCK_M * HEAD_DIM * 2 + BLOCK_M * 4, STAGES)
@@ -82,10 +94,13 @@ def _produce(
 
 @jit
 def exponents(
-    s, lse, distance_table, far, slope, key, query, offset, keys, scale_log2, reach,
-    CAUSAL: gl.constexpr, HAS_DISTANCE: gl.constexpr, HAS_SLOPE: gl.constexpr,
+    s, lse, distance_table, far, slope, ends, key, query, offset, keys, scale_log2, reach,
+    CAUSAL: gl.constexpr, HAS_DISTANCE: gl.constexpr, HAS_SLOPE: gl.constexpr, DOCUMENTS: gl.constexpr,
 ):  # fmt: skip
-    """Return the exponents (keys, queries) of a tile that starts at `key` and `query`; `far` is from `far_bias`."""
+    """Return the exponents (keys, queries) of a tile that starts at `key` and `query`; `far` is from `far_bias`.
+
+    `ends` with DOCUMENTS: the ends of the keys' documents, and that of the first key's.
+    """
     layout: gl.constexpr = s.type.layout
     row = gl.expand_dims(gl.arange(0, s.shape[0], gl.SliceLayout(1, layout)), 1)
     column = gl.expand_dims(gl.arange(0, s.shape[1], gl.SliceLayout(0, layout)), 0)
@@ -110,10 +125,14 @@ def exponents(
     edge = (key + s.shape[0] > keys) | (query + s.shape[1] > keys - offset)
     if CAUSAL:
         edge = edge | (query + offset < key + s.shape[0])
+    if DOCUMENTS:
+        edge = edge | (query + s.shape[1] > ends[1])
     if edge:
         hidden = (key + row >= keys) | (query + column >= keys - offset)
         if CAUSAL:
             hidden = hidden | (key + row > query + column + offset)
+        if DOCUMENTS:
+            hidden = hidden | (query + column >= gl.expand_dims(ends[0], 1))
         s = gl.where(hidden, float("-inf"), s)
     return s * scale_log2 - gl.expand_dims(lse - shift, 0)
 
@@ -154,12 +173,12 @@ def store_rows(pointer, sums, key, pair, groups, row_heads, keys, HEAD_DIM: gl.c
 def _consume_both(
     dk_pointer, dv_pointer, distance_pointer, slopes_pointer, diagonals_pointer,
     keys_ring, values, queries_ring, lse_buffers, out_gradients_ring, delta_buffers, scratch,
-    order_pointer, order_width, groups, row_heads, heads_per_group, query_tiles, offset, keys,
+    ends_pointer, order_pointer, order_width, groups, row_heads, heads_per_group, query_tiles, offset, keys,
     scale, scale_log2, reach, extent, bands, key_blocks,
     W: gl.constexpr, TILES: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     KEY_STAGES: gl.constexpr, HEAD_DIM: gl.constexpr,
     CAUSAL: gl.constexpr, HAS_DISTANCE: gl.constexpr, HAS_SLOPE: gl.constexpr, DIAGONALS: gl.constexpr,
-    dtype: gl.constexpr,
+    DOCUMENTS: gl.constexpr, dtype: gl.constexpr,
 ):  # fmt: skip
     """Consumer W: compute both gradients of its BLOCK_N keys of each tile."""
     scores_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
@@ -178,6 +197,13 @@ def _consume_both(
         dk = gl.zeros([BLOCK_N, HEAD_DIM], gl.float32, sums_layout)
         dv = gl.zeros([BLOCK_N, HEAD_DIM], gl.float32, sums_layout)
         first = _first_query_tile(tile, offset, BLOCK_M, TILES * BLOCK_N, CAUSAL)
+        end = _end_of_query_tiles(ends_pointer, tile, query_tiles, keys, BLOCK_M, TILES * BLOCK_N, DOCUMENTS)
+        ends = 0
+        first_end = 0
+        if DOCUMENTS:
+            j = key + gl.arange(0, BLOCK_N, gl.SliceLayout(1, scores_layout))
+            ends = gl.load(ends_pointer + j, mask=j < keys, other=0)
+            first_end = gl.load(ends_pointer + gl.minimum(key, keys - 1))
         wait_full(keys_ring, iteration, KEY_STAGES)
         for h in range(heads_per_group):
             head = pair % groups * heads_per_group + h
@@ -188,7 +214,7 @@ def _consume_both(
                 distance_table = distance_pointer + 2 * (table_row * (2 * extent + 1) + extent)
             far = far_bias(distance_table, extent, scale_log2, HAS_DISTANCE)
             slope = load_slope(slopes_pointer, head, scale_log2, HAS_SLOPE)
-            for i in range(first, query_tiles):
+            for i in range(first, end):
                 stage = step % STAGES
                 q = queries_ring[0].index(stage).reshape([BLOCK_M, HEAD_DIM])
                 out_gradient = out_gradients_ring[0].index(stage).reshape([BLOCK_M, HEAD_DIM])
@@ -199,8 +225,8 @@ def _consume_both(
                 lse = lse_buffers.index(stage).reshape([BLOCK_M]).load(columns_layout)
                 s = warpgroup_mma_wait(1, deps=[pending])
                 weight = gl.exp2(exponents(
-                    s, lse, distance_table, far, slope, key, i * BLOCK_M, offset, keys, scale_log2, reach,
-                    CAUSAL, HAS_DISTANCE, HAS_SLOPE,
+                    s, lse, distance_table, far, slope, (ends, first_end), key, i * BLOCK_M, offset, keys, scale_log2,
+                    reach, CAUSAL, HAS_DISTANCE, HAS_SLOPE, DOCUMENTS,
                 ))  # fmt: skip
                 p = gl.convert_layout(weight.to(dtype), weights_layout)
                 pending_dv = warpgroup_mma(p, out_gradient, dv, is_async=True)
@@ -256,8 +282,8 @@ def _consume_values(
                 lse = lse_buffers.index(stage).reshape([BLOCK_M]).load(columns_layout)
                 s = warpgroup_mma_wait(0, deps=[pending])
                 weight = gl.exp2(exponents(
-                    s, lse, lse_buffers, (0.0, 0.0), 0.0, key, i * BLOCK_M, offset, keys, scale_log2, 0,
-                    CAUSAL, False, False,
+                    s, lse, lse_buffers, (0.0, 0.0), 0.0, (0, 0), key, i * BLOCK_M, offset, keys, scale_log2, 0,
+                    CAUSAL, False, False, False,
                 ))  # fmt: skip
                 mbarrier.wait(weights_ring[2].index(step % _WEIGHT_STAGES), ((step // _WEIGHT_STAGES) & 1) ^ 1)
                 weights_ring[0].index(step % _WEIGHT_STAGES).store(weight)
@@ -321,17 +347,19 @@ def _consume_keys(
 def hopper_dkdv(
     q_descriptor, k_descriptor, v_descriptor, do_descriptor, lse_descriptor, delta_descriptor,
     dk_pointer, dv_pointer, distance_pointer, slopes_pointer, diagonals_pointer,
-    order_pointer, order_width, groups, row_heads, heads_per_group, query_tiles, queries, keys,
+    ends_pointer, order_pointer, order_width, groups, row_heads, heads_per_group, query_tiles, queries, keys,
     scale, scale_log2, reach, extent, bands, key_blocks,
     TILES: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     KEY_STAGES: gl.constexpr, HEAD_DIM: gl.constexpr,
     CAUSAL: gl.constexpr, HAS_DISTANCE: gl.constexpr, HAS_SLOPE: gl.constexpr, DIAGONALS: gl.constexpr,
+    DOCUMENTS: gl.constexpr,
 ):  # fmt: skip
     """Compute the gradients of each tile of TILES * BLOCK_N keys and values, summed over the group's heads in order.
 
     Descriptors over (batch, rows, heads, HEAD_DIM); of lse (base 2, +inf in fully masked rows) and delta over (batch *
     heads, queries) fp32. dk, dv: (batch, keys, groups, HEAD_DIM), see `store_rows`. diagonals (DIAGONALS): see
-    `store_diagonals`. Distance and slopes as in `hopper_forward`.
+    `store_diagonals`. Distance and slopes as in `hopper_forward`. With DOCUMENTS, as there and up to 128 columns, a key
+    is seen by no query from its entry in ends on: int32 (keys,), ascending.
     """
     dtype: gl.constexpr = q_descriptor.dtype
     layout: gl.constexpr = q_descriptor.layout
@@ -372,8 +400,8 @@ def hopper_dkdv(
             (_produce, (
                 q_descriptor, k_descriptor, v_descriptor, do_descriptor, lse_descriptor, delta_descriptor,
                 keys_ring, values, queries_ring, lse_buffers, out_gradients_ring, delta_buffers,
-                order_pointer, order_width, groups, heads_per_group, query_tiles, offset,
-                TILES, BLOCK_M, BLOCK_N, STAGES, KEY_STAGES, HEAD_DIM, CAUSAL,
+                ends_pointer, order_pointer, order_width, groups, heads_per_group, query_tiles, offset, keys,
+                TILES, BLOCK_M, BLOCK_N, STAGES, KEY_STAGES, HEAD_DIM, CAUSAL, DOCUMENTS,
             )),
         ], [4, 4], [240, 24])  # fmt: skip
     else:
@@ -381,23 +409,23 @@ def hopper_dkdv(
             (_consume_both, (
                 dk_pointer, dv_pointer, distance_pointer, slopes_pointer, diagonals_pointer,
                 keys_ring, values, queries_ring, lse_buffers, out_gradients_ring, delta_buffers, scratch,
-                order_pointer, order_width, groups, row_heads, heads_per_group, query_tiles, offset, keys,
+                ends_pointer, order_pointer, order_width, groups, row_heads, heads_per_group, query_tiles, offset, keys,
                 scale, scale_log2, reach, extent, bands, key_blocks,
                 0, TILES, BLOCK_M, BLOCK_N, STAGES, KEY_STAGES, HEAD_DIM, CAUSAL,
-                HAS_DISTANCE, HAS_SLOPE, DIAGONALS, dtype,
+                HAS_DISTANCE, HAS_SLOPE, DIAGONALS, DOCUMENTS, dtype,
             )),
             (_consume_both, (
                 dk_pointer, dv_pointer, distance_pointer, slopes_pointer, diagonals_pointer,
                 keys_ring, values, queries_ring, lse_buffers, out_gradients_ring, delta_buffers, other_scratch,
-                order_pointer, order_width, groups, row_heads, heads_per_group, query_tiles, offset, keys,
+                ends_pointer, order_pointer, order_width, groups, row_heads, heads_per_group, query_tiles, offset, keys,
                 scale, scale_log2, reach, extent, bands, key_blocks,
                 1, TILES, BLOCK_M, BLOCK_N, STAGES, KEY_STAGES, HEAD_DIM, CAUSAL,
-                HAS_DISTANCE, HAS_SLOPE, DIAGONALS, dtype,
+                HAS_DISTANCE, HAS_SLOPE, DIAGONALS, DOCUMENTS, dtype,
             )),
             (_produce, (
                 q_descriptor, k_descriptor, v_descriptor, do_descriptor, lse_descriptor, delta_descriptor,
                 keys_ring, values, queries_ring, lse_buffers, out_gradients_ring, delta_buffers,
-                order_pointer, order_width, groups, heads_per_group, query_tiles, offset,
-                TILES, BLOCK_M, BLOCK_N, STAGES, KEY_STAGES, HEAD_DIM, CAUSAL,
+                ends_pointer, order_pointer, order_width, groups, heads_per_group, query_tiles, offset, keys,
+                TILES, BLOCK_M, BLOCK_N, STAGES, KEY_STAGES, HEAD_DIM, CAUSAL, DOCUMENTS,
             )),
         ], [4, 4], [240, 24])  # fmt: skip

@@ -31,8 +31,10 @@ from .score_tile import (
     LOG2E,
     add_bias,
     far_bias,
+    load_begins,
     load_slope,
     mask_scores,
+    num_earlier_tiles,
     num_key_tiles,
     num_unmasked_tiles,
     row_slope_terms,
@@ -43,8 +45,9 @@ from .score_tile import (
 @jit
 def _produce(
     q_descriptor, k_descriptor, v_descriptor, do_descriptor, queries_ring, out_gradients, keys_ring, values_ring,
-    order_pointer, order_width, heads, heads_per_group, offset, keys,
+    begins_pointer, order_pointer, order_width, heads, heads_per_group, offset, keys,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, HEAD_DIM: gl.constexpr, CAUSAL: gl.constexpr,
+    DOCUMENTS: gl.constexpr,
 ):  # fmt: skip
     """Load queries and output gradients of both consumers, and the tiles of keys and values, the last first.
 
@@ -57,7 +60,8 @@ def _produce(
         head, sequence = pair % heads, pair // heads
         group = head // heads_per_group
         num_tiles = num_key_tiles(row, offset, keys, 2 * BLOCK_M, BLOCK_N, CAUSAL)
-        for i in range(num_tiles):
+        earlier = num_earlier_tiles(begins_pointer, row * 2 * BLOCK_M, num_tiles, BLOCK_N, DOCUMENTS)
+        for i in range(num_tiles - earlier):
             coordinates = [sequence, (num_tiles - 1 - i) * BLOCK_N, group, 0]
             if STAGES == 1:
                 tma_load(values_ring, step, v_descriptor, coordinates, BLOCK_N * HEAD_DIM * 2, STAGES)
@@ -102,11 +106,11 @@ def _consume(
     dq_descriptor, out_pointer, lse_pointer, lse_gradient_pointer, base_2_pointer, delta_pointer, distance_pointer,
     slopes_pointer, row_sums_pointer,
     queries_ring, out_gradients, keys_ring, values_ring, outs,
-    order_pointer, order_width, heads, queries, pitch, offset, keys, scale, scale_log2, reach, extent,
+    begins_pointer, order_pointer, order_width, heads, queries, pitch, offset, keys, scale, scale_log2, reach, extent,
     W: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, HEAD_DIM: gl.constexpr,
     CAUSAL: gl.constexpr, HAS_DISTANCE: gl.constexpr, HAS_SLOPE: gl.constexpr, CORRECT_DELTA: gl.constexpr,
     HAS_LSE_GRADIENT: gl.constexpr, FAR_SUMS: gl.constexpr, SLOPE_SUMS: gl.constexpr, SEPARATE_OUT: gl.constexpr,
-    ROW_STATISTICS: gl.constexpr, dtype: gl.constexpr,
+    ROW_STATISTICS: gl.constexpr, DOCUMENTS: gl.constexpr, dtype: gl.constexpr,
 ):  # fmt: skip
     """Consumer W: compute the gradient of its BLOCK_M rows of each tile."""
     scores_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
@@ -123,6 +127,8 @@ def _consume(
         num_tiles = num_key_tiles(row, offset, keys, 2 * BLOCK_M, BLOCK_N, CAUSAL)
         first = row * 2 * BLOCK_M + W * BLOCK_M
         unmasked = num_unmasked_tiles(first, offset, keys, BLOCK_N, CAUSAL)
+        earlier = num_earlier_tiles(begins_pointer, row * 2 * BLOCK_M, num_tiles, BLOCK_N, DOCUMENTS)
+        begins, last_begin = load_begins(begins_pointer, first, queries, BLOCK_M, rows_layout, DOCUMENTS)
         distance_table = distance_pointer
         if HAS_DISTANCE:
             distance_table = distance_pointer + 2 * (pair % heads * (2 * extent + 1) + extent)
@@ -153,7 +159,7 @@ def _consume(
         dq = gl.zeros([BLOCK_M, HEAD_DIM], gl.float32, out_layout)
         total = gl.zeros([BLOCK_M], gl.float32, rows_layout)
         row_sum, weight_sum = total, total
-        for i in range(num_tiles):
+        for i in range(num_tiles - earlier):
             k = keys_ring[0].index(step % STAGES).reshape([BLOCK_N, HEAD_DIM])
             v = values_ring[0].index(step % STAGES).reshape([BLOCK_N, HEAD_DIM])
             if STAGES == 1:
@@ -174,8 +180,11 @@ def _consume(
             s, shift = add_bias(
                 s, distance_table, far, slope, start, first, offset, reach, scale_log2, CAUSAL, HAS_DISTANCE, HAS_SLOPE
             )
-            if num_tiles - 1 - i >= unmasked:
-                s = mask_scores(s, start, first, offset, keys, CAUSAL)
+            is_edge = num_tiles - 1 - i >= unmasked
+            if DOCUMENTS:
+                is_edge = is_edge | (start < last_begin)
+            if is_edge:
+                s = mask_scores(s, start, first, offset, keys, begins, CAUSAL, DOCUMENTS)
             weight = gl.exp2(s * scale_log2 - gl.expand_dims(lse - shift, 1))
             if STAGES > 1:
                 product = warpgroup_mma_wait(0, deps=[pending_product])
@@ -227,12 +236,12 @@ def _consume(
 def hopper_dq(
     q_descriptor, k_descriptor, v_descriptor, do_descriptor, dq_descriptor,
     out_pointer, lse_pointer, lse_gradient_pointer, base_2_pointer, delta_pointer, distance_pointer, slopes_pointer,
-    row_sums_pointer, order_pointer, order_width, heads, heads_per_group, queries, pitch, keys, scale, scale_log2,
-    reach, extent,
+    row_sums_pointer, begins_pointer, order_pointer, order_width, heads, heads_per_group, queries, pitch, keys, scale,
+    scale_log2, reach, extent,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, HEAD_DIM: gl.constexpr,
     CAUSAL: gl.constexpr, HAS_DISTANCE: gl.constexpr, HAS_SLOPE: gl.constexpr, CORRECT_DELTA: gl.constexpr,
     HAS_LSE_GRADIENT: gl.constexpr, FAR_SUMS: gl.constexpr, SLOPE_SUMS: gl.constexpr, SEPARATE_OUT: gl.constexpr,
-    ROW_STATISTICS: gl.constexpr,
+    ROW_STATISTICS: gl.constexpr, DOCUMENTS: gl.constexpr,
 ):  # fmt: skip
     """Compute the gradient of each tile of 2 BLOCK_M queries, with ROW_STATISTICS also what `hopper_delta` computes.
 
@@ -240,7 +249,7 @@ def hopper_dq(
     and its gradient: fp32 (batch, heads, queries); base_2 and delta: fp32 (batch, heads, pitch). row_sums: fp32 (batch,
     heads, queries); with FAR_SUMS the score gradients of a row, summed over blocks of 64 keys whose distances to the
     row's tile are all >= reach; with SLOPE_SUMS the row's contribution to the gradient of its head's slope. Both need
-    CORRECT_DELTA, which corrects delta as `dq_kernel` does.
+    CORRECT_DELTA, which corrects delta as `dq_kernel` does. begins: as in `hopper_forward`.
     """
     dtype: gl.constexpr = q_descriptor.dtype
     offset = keys - queries
@@ -258,22 +267,24 @@ def hopper_dq(
             dq_descriptor, out_pointer, lse_pointer, lse_gradient_pointer, base_2_pointer, delta_pointer,
             distance_pointer, slopes_pointer, row_sums_pointer,
             queries_ring, out_gradients, keys_ring, values_ring, outs,
-            order_pointer, order_width, heads, queries, pitch, offset, keys, scale, scale_log2, reach, extent,
+            begins_pointer, order_pointer, order_width, heads, queries, pitch, offset, keys, scale, scale_log2, reach,
+            extent,
             0, BLOCK_M, BLOCK_N, STAGES, HEAD_DIM, CAUSAL, HAS_DISTANCE, HAS_SLOPE, CORRECT_DELTA, HAS_LSE_GRADIENT,
-            FAR_SUMS, SLOPE_SUMS, SEPARATE_OUT, ROW_STATISTICS, dtype,
+            FAR_SUMS, SLOPE_SUMS, SEPARATE_OUT, ROW_STATISTICS, DOCUMENTS, dtype,
         )),
         (_consume, (
             dq_descriptor, out_pointer, lse_pointer, lse_gradient_pointer, base_2_pointer, delta_pointer,
             distance_pointer, slopes_pointer, row_sums_pointer,
             queries_ring, out_gradients, keys_ring, values_ring, outs,
-            order_pointer, order_width, heads, queries, pitch, offset, keys, scale, scale_log2, reach, extent,
+            begins_pointer, order_pointer, order_width, heads, queries, pitch, offset, keys, scale, scale_log2, reach,
+            extent,
             1, BLOCK_M, BLOCK_N, STAGES, HEAD_DIM, CAUSAL, HAS_DISTANCE, HAS_SLOPE, CORRECT_DELTA, HAS_LSE_GRADIENT,
-            FAR_SUMS, SLOPE_SUMS, SEPARATE_OUT, ROW_STATISTICS, dtype,
+            FAR_SUMS, SLOPE_SUMS, SEPARATE_OUT, ROW_STATISTICS, DOCUMENTS, dtype,
         )),
         (_produce, (
             q_descriptor, k_descriptor, v_descriptor, do_descriptor,
             queries_ring, out_gradients, keys_ring, values_ring,
-            order_pointer, order_width, heads, heads_per_group, offset, keys,
-            BLOCK_M, BLOCK_N, STAGES, HEAD_DIM, CAUSAL,
+            begins_pointer, order_pointer, order_width, heads, heads_per_group, offset, keys,
+            BLOCK_M, BLOCK_N, STAGES, HEAD_DIM, CAUSAL, DOCUMENTS,
         )),
     ], [4, 4], [240, 24])  # fmt: skip

@@ -31,15 +31,25 @@ from .persistent_loop import (
     tma_load,
     wait_full,
 )
-from .score_tile import add_bias, far_bias, load_slope, mask_scores, num_key_tiles, num_unmasked_tiles, row_slope_terms
+from .score_tile import (
+    add_bias,
+    far_bias,
+    load_begins,
+    load_slope,
+    mask_scores,
+    num_earlier_tiles,
+    num_key_tiles,
+    num_unmasked_tiles,
+    row_slope_terms,
+)
 
 
 @jit
 def _produce(
     q_descriptor, k_descriptor, v_descriptor, queries_ring, keys_ring, values_ring,
-    order_pointer, order_width, heads, heads_per_group, offset, keys,
+    begins_pointer, order_pointer, order_width, heads, heads_per_group, offset, keys,
     CONSUMERS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-    HEAD_DIM: gl.constexpr, CAUSAL: gl.constexpr,
+    HEAD_DIM: gl.constexpr, CAUSAL: gl.constexpr, DOCUMENTS: gl.constexpr,
 ):  # fmt: skip
     """Load the queries of all consumers, and the tiles of keys and values from the last to the first."""
     step = 0
@@ -48,7 +58,8 @@ def _produce(
         head, sequence = pair % heads, pair // heads
         group = head // heads_per_group
         num_tiles = num_key_tiles(row, offset, keys, CONSUMERS * BLOCK_M, BLOCK_N, CAUSAL)
-        for i in range(num_tiles):
+        earlier = num_earlier_tiles(begins_pointer, row * CONSUMERS * BLOCK_M, num_tiles, BLOCK_N, DOCUMENTS)
+        for i in range(num_tiles - earlier):
             coordinates = [sequence, (num_tiles - 1 - i) * BLOCK_N, group, 0]
             tma_load(keys_ring, step, k_descriptor, coordinates, BLOCK_N * HEAD_DIM * 2, STAGES)
             if i == 0:
@@ -64,11 +75,11 @@ def _produce(
 @jit
 def _consume(
     out_descriptor, lse_pointer, distance_pointer, slopes_pointer, sinks_pointer, queries_ring, keys_ring, values_ring,
-    outs, order_pointer, order_width, heads, queries, offset, keys, scale, reach, extent,
+    outs, begins_pointer, order_pointer, order_width, heads, queries, offset, keys, scale, reach, extent,
     W: gl.constexpr, CONSUMERS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     HEAD_DIM: gl.constexpr,
     CAUSAL: gl.constexpr, HAS_DISTANCE: gl.constexpr, HAS_SLOPE: gl.constexpr, HAS_SINK: gl.constexpr,
-    SEPARATE_OUT: gl.constexpr, dtype: gl.constexpr,
+    DOCUMENTS: gl.constexpr, SEPARATE_OUT: gl.constexpr, dtype: gl.constexpr,
 ):  # fmt: skip
     """Consumer W: compute output and log-sum-exp of its BLOCK_M rows of each tile."""
     scores_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
@@ -85,6 +96,8 @@ def _consume(
         num_tiles = num_key_tiles(row, offset, keys, CONSUMERS * BLOCK_M, BLOCK_N, CAUSAL)
         first = (row * CONSUMERS + W) * BLOCK_M
         unmasked = num_unmasked_tiles(first, offset, keys, BLOCK_N, CAUSAL)
+        earlier = num_earlier_tiles(begins_pointer, row * CONSUMERS * BLOCK_M, num_tiles, BLOCK_N, DOCUMENTS)
+        begins, last_begin = load_begins(begins_pointer, first, queries, BLOCK_M, rows_layout, DOCUMENTS)
         distance_table = distance_pointer
         if HAS_DISTANCE:
             distance_table = distance_pointer + 2 * (pair % heads * (2 * extent + 1) + extent)
@@ -104,14 +117,14 @@ def _consume(
         s, shift = add_bias(
             s, distance_table, far, slope, start, first, offset, reach, scale, CAUSAL, HAS_DISTANCE, HAS_SLOPE
         )
-        s = mask_scores(s, start, first, offset, keys, CAUSAL)
+        s = mask_scores(s, start, first, offset, keys, begins, CAUSAL, DOCUMENTS)
         maximum = gl.max(s, 1) * scale + shift
         # -inf until the first visible key, and -inf - -inf would be NaN
         safe = gl.where(maximum == float("-inf"), 0.0, maximum) - shift
         weight = gl.exp2(s * scale - gl.expand_dims(safe, 1))
         total = gl.sum(weight, 1)
         p = gl.convert_layout(weight.to(dtype), weights_layout)
-        for i in range(1, num_tiles):
+        for i in range(1, num_tiles - earlier):
             previous = step
             step += 1
             wait_full(keys_ring, step, STAGES)
@@ -126,8 +139,11 @@ def _consume(
             s, shift = add_bias(
                 s, distance_table, far, slope, start, first, offset, reach, scale, CAUSAL, HAS_DISTANCE, HAS_SLOPE
             )
-            if num_tiles - 1 - i >= unmasked:
-                s = mask_scores(s, start, first, offset, keys, CAUSAL)
+            is_edge = num_tiles - 1 - i >= unmasked
+            if DOCUMENTS:
+                is_edge = is_edge | (start < last_begin)
+            if is_edge:
+                s = mask_scores(s, start, first, offset, keys, begins, CAUSAL, DOCUMENTS)
             new_maximum = gl.maximum(maximum, gl.max(s, 1) * scale + shift)
             safe = gl.where(new_maximum == float("-inf"), 0.0, new_maximum)
             rescale = gl.exp2(maximum - safe)
@@ -177,17 +193,19 @@ def _consume(
 @kernel
 def hopper_forward(
     q_descriptor, k_descriptor, v_descriptor, out_descriptor, lse_pointer, distance_pointer, slopes_pointer,
-    sinks_pointer, order_pointer, order_width, heads, heads_per_group, queries, keys, scale, reach, extent,
+    sinks_pointer, begins_pointer, order_pointer, order_width, heads, heads_per_group, queries, keys, scale, reach,
+    extent,
     CONSUMERS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     HEAD_DIM: gl.constexpr,
     CAUSAL: gl.constexpr, HAS_DISTANCE: gl.constexpr, HAS_SLOPE: gl.constexpr, HAS_SINK: gl.constexpr,
-    SEPARATE_OUT: gl.constexpr,
+    DOCUMENTS: gl.constexpr, SEPARATE_OUT: gl.constexpr,
 ):  # fmt: skip
     """Compute output and log-sum-exp of each tile of CONSUMERS * BLOCK_M queries.
 
     Descriptors over (batch, rows, heads, HEAD_DIM) with tiles of BLOCK_M or BLOCK_N rows. lse: (batch, heads, queries)
     fp32, natural. distance: the table of `distance.distance_table`. slopes: fp32 (heads,), not with a distance bias.
-    sinks: fp32 (heads,), with neither.
+    sinks: fp32 (heads,), with neither. With DOCUMENTS, for one batch entry of as many queries as keys and CAUSAL, a
+    query sees no key before its entry in begins: int32 (queries,), ascending.
     scale: of the scores times log2(e). SEPARATE_OUT: the output has its own shared memory instead of the queries', so
     that the next queries are loaded earlier.
     """
@@ -210,28 +228,28 @@ def hopper_forward(
             (_consume, (
                 out_descriptor, lse_pointer, distance_pointer, slopes_pointer, sinks_pointer,
                 queries_ring, keys_ring, values_ring, outs,
-                order_pointer, order_width, heads, queries, offset, keys, scale, reach, extent,
+                begins_pointer, order_pointer, order_width, heads, queries, offset, keys, scale, reach, extent,
                 0, CONSUMERS, BLOCK_M, BLOCK_N, STAGES, HEAD_DIM, CAUSAL, HAS_DISTANCE, HAS_SLOPE, HAS_SINK,
-                SEPARATE_OUT, dtype,
+                DOCUMENTS, SEPARATE_OUT, dtype,
             )),
             (_consume, (
                 out_descriptor, lse_pointer, distance_pointer, slopes_pointer, sinks_pointer,
                 queries_ring, keys_ring, values_ring, outs,
-                order_pointer, order_width, heads, queries, offset, keys, scale, reach, extent,
+                begins_pointer, order_pointer, order_width, heads, queries, offset, keys, scale, reach, extent,
                 1, CONSUMERS, BLOCK_M, BLOCK_N, STAGES, HEAD_DIM, CAUSAL, HAS_DISTANCE, HAS_SLOPE, HAS_SINK,
-                SEPARATE_OUT, dtype,
+                DOCUMENTS, SEPARATE_OUT, dtype,
             )),
             (_consume, (
                 out_descriptor, lse_pointer, distance_pointer, slopes_pointer, sinks_pointer,
                 queries_ring, keys_ring, values_ring, outs,
-                order_pointer, order_width, heads, queries, offset, keys, scale, reach, extent,
+                begins_pointer, order_pointer, order_width, heads, queries, offset, keys, scale, reach, extent,
                 2, CONSUMERS, BLOCK_M, BLOCK_N, STAGES, HEAD_DIM, CAUSAL, HAS_DISTANCE, HAS_SLOPE, HAS_SINK,
-                SEPARATE_OUT, dtype,
+                DOCUMENTS, SEPARATE_OUT, dtype,
             )),
             (_produce, (
                 q_descriptor, k_descriptor, v_descriptor, queries_ring, keys_ring, values_ring,
-                order_pointer, order_width, heads, heads_per_group, offset, keys,
-                CONSUMERS, BLOCK_M, BLOCK_N, STAGES, HEAD_DIM, CAUSAL,
+                begins_pointer, order_pointer, order_width, heads, heads_per_group, offset, keys,
+                CONSUMERS, BLOCK_M, BLOCK_N, STAGES, HEAD_DIM, CAUSAL, DOCUMENTS,
             )),
         ], [4, 4, 4], [160, 160, 24])  # fmt: skip
     else:
@@ -239,20 +257,20 @@ def hopper_forward(
             (_consume, (
                 out_descriptor, lse_pointer, distance_pointer, slopes_pointer, sinks_pointer,
                 queries_ring, keys_ring, values_ring, outs,
-                order_pointer, order_width, heads, queries, offset, keys, scale, reach, extent,
+                begins_pointer, order_pointer, order_width, heads, queries, offset, keys, scale, reach, extent,
                 0, CONSUMERS, BLOCK_M, BLOCK_N, STAGES, HEAD_DIM, CAUSAL, HAS_DISTANCE, HAS_SLOPE, HAS_SINK,
-                SEPARATE_OUT, dtype,
+                DOCUMENTS, SEPARATE_OUT, dtype,
             )),
             (_consume, (
                 out_descriptor, lse_pointer, distance_pointer, slopes_pointer, sinks_pointer,
                 queries_ring, keys_ring, values_ring, outs,
-                order_pointer, order_width, heads, queries, offset, keys, scale, reach, extent,
+                begins_pointer, order_pointer, order_width, heads, queries, offset, keys, scale, reach, extent,
                 1, CONSUMERS, BLOCK_M, BLOCK_N, STAGES, HEAD_DIM, CAUSAL, HAS_DISTANCE, HAS_SLOPE, HAS_SINK,
-                SEPARATE_OUT, dtype,
+                DOCUMENTS, SEPARATE_OUT, dtype,
             )),
             (_produce, (
                 q_descriptor, k_descriptor, v_descriptor, queries_ring, keys_ring, values_ring,
-                order_pointer, order_width, heads, heads_per_group, offset, keys,
-                CONSUMERS, BLOCK_M, BLOCK_N, STAGES, HEAD_DIM, CAUSAL,
+                begins_pointer, order_pointer, order_width, heads, heads_per_group, offset, keys,
+                CONSUMERS, BLOCK_M, BLOCK_N, STAGES, HEAD_DIM, CAUSAL, DOCUMENTS,
             )),
         ], [4, 4], [240, 24])  # fmt: skip

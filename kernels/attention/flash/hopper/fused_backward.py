@@ -195,8 +195,8 @@ def _consume(
                         lse = lse_buffers.index(stage).reshape([BLOCK_M]).slice(b * 64, 64).load(columns_layout)
                         s = warpgroup_mma_wait(1, deps=[pending])
                         weight = gl.exp2(exponents(
-                            s, lse, dk_pointer, (0.0, 0.0), 0.0, key, i * BLOCK_M + b * 64, offset, keys, scale_log2, 0,
-                            CAUSAL, False, False,
+                            s, lse, dk_pointer, (0.0, 0.0), 0.0, (0, 0), key, i * BLOCK_M + b * 64, offset, keys,
+                            scale_log2, 0, CAUSAL, False, False, False,
                         ))  # fmt: skip
                         p = gl.convert_layout(weight.to(dtype), weights_layout)
                         pending_dv = warpgroup_mma(p, do, dv, is_async=True)

@@ -10,10 +10,10 @@ from triton.experimental.gluon import language as gl
 
 from ...backend_support import MAX_SHORT_QUERIES, fused_backward_support, short_backward_support
 from ..kernel_arguments import FlashAttentionParams, device_guard
-from ..portable.forward import allocate_outputs
 from .delta import allocate_row_statistics, compute_delta_and_lse_base_2
 from .distance_bias import distance_table, num_bands
 from .dkdv import hopper_dkdv
+from .documents import document_bounds, document_tile_order, with_empty_tail
 from .dq import hopper_dq
 from .forward import hopper_forward
 from .fused_backward import hopper_fused_backward
@@ -88,19 +88,25 @@ def _row_tiles(tensor: Tensor, rows: int) -> TileDescriptor:
     return TileDescriptor(tensor, shape, strides, [1, rows, 1, shape[-1]], _TILE)
 
 
-def _order_of_queries(q: Tensor, k: Tensor, blocks: QueryTileConfig, causal: bool) -> Tensor:
+def _order_of_queries(
+    q: Tensor, k: Tensor, blocks: QueryTileConfig, causal: bool, begins: Tensor | None = None
+) -> Tensor:
     batch, queries, heads, head_dim = q.shape
     keys, groups = k.shape[1:3]
-    concurrent = concurrent_heads(heads // groups, 2 * keys * head_dim * q.element_size(), causal)
     rows = blocks.consumers * blocks.queries
+    concurrent = concurrent_heads(heads // groups, 2 * keys * head_dim * q.element_size(), causal)
+    if begins is not None:
+        return document_tile_order(begins, rows, blocks.keys, heads, concurrent, by_keys=False)
     return tile_order(False, queries, keys, rows, blocks.keys, causal, batch * heads, concurrent, q.device)
 
 
-def _order_of_keys(q: Tensor, k: Tensor, blocks: KeyTileConfig, causal: bool) -> Tensor:
+def _order_of_keys(q: Tensor, k: Tensor, blocks: KeyTileConfig, causal: bool, ends: Tensor | None = None) -> Tensor:
     batch, queries, heads, head_dim = q.shape
     keys, groups = k.shape[1:3]
-    concurrent = concurrent_heads(1, 2 * queries * head_dim * q.element_size() * (heads // groups), causal)
     rows = blocks.tiles * blocks.keys
+    concurrent = concurrent_heads(1, 2 * queries * head_dim * q.element_size() * (heads // groups), causal)
+    if ends is not None:
+        return document_tile_order(ends, rows, blocks.queries, groups, concurrent, by_keys=True)
     return tile_order(True, queries, keys, rows, blocks.queries, causal, batch * groups, concurrent, q.device)
 
 
@@ -118,26 +124,39 @@ def _distance(problem: FlashAttentionParams) -> tuple[Tensor | None, int, int]:
     return table, problem.distance_bias.shape[1] // 2, extent
 
 
+def as_one_batch(problem: FlashAttentionParams, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """Return packed tensors with a first dimension of 1 and an empty tail, others as they are."""
+    ends = problem.cu_seqlens_q
+    return tensors if ends is None else tuple(with_empty_tail(tensor, ends)[None] for tensor in tensors)
+
+
+def _documents(problem: FlashAttentionParams, rows: int) -> tuple[Tensor, Tensor] | None:
+    return None if problem.cu_seqlens_q is None else document_bounds(problem.cu_seqlens_q, rows)
+
+
 def launch_forward(q: Tensor, k: Tensor, v: Tensor, problem: FlashAttentionParams) -> tuple[Tensor, Tensor]:
-    """Compute the output, like `q` and contiguous, and the log-sum-exp (batch, heads, queries)."""
-    q, k, v = (make_tma_compatible(tensor) for tensor in (q, k, v))
-    out, lse = allocate_outputs(q, v, problem)
+    """Compute the output, like `q` and contiguous, and the log-sum-exp, (batch, heads, queries) or (heads, rows)."""
+    out = q.new_empty(q.shape)
+    lse = q.new_empty(*q.shape[:-3], q.shape[-2], q.shape[-3], dtype=torch.float32)
+    q, k, v = (make_tma_compatible(tensor) for tensor in as_one_batch(problem, q, k, v))
     _, queries, heads, head_dim = q.shape
     keys, groups = k.shape[1:3]
+    documents = _documents(problem, queries)
     causal = problem.right == 0
     blocks = _forward_blocks(head_dim, queries, keys, problem)
-    order = _order_of_queries(q, k, blocks, causal)
+    order = _order_of_queries(q, k, blocks, causal, documents and documents[0])
     table, reach, extent = _distance(problem)
     with device_guard(q):
         launch_kernel(hopper_forward, len(order), q.dtype, q.device, dict(
             q_descriptor=_row_tiles(q, blocks.queries),
             k_descriptor=_row_tiles(k, blocks.keys),
             v_descriptor=_row_tiles(v, blocks.keys),
-            out_descriptor=_row_tiles(out, blocks.queries),
+            out_descriptor=_row_tiles(out.view(q.shape), blocks.queries),
             lse_pointer=lse,
             distance_pointer=lse if table is None else table,
             slopes_pointer=lse if problem.alibi_slopes is None else problem.alibi_slopes.contiguous(),
             sinks_pointer=lse if problem.sinks is None else problem.sinks.contiguous(),
+            begins_pointer=order if documents is None else documents[0],
             order_pointer=order,
             order_width=order.shape[1],
             heads=heads,
@@ -154,6 +173,7 @@ def launch_forward(q: Tensor, k: Tensor, v: Tensor, problem: FlashAttentionParam
             HAS_DISTANCE=table is not None,
             HAS_SLOPE=problem.alibi_slopes is not None,
             HAS_SINK=problem.sinks is not None,
+            DOCUMENTS=documents is not None,
             SEPARATE_OUT=head_dim <= 128,
         ))  # fmt: skip
     return out, lse
@@ -191,7 +211,7 @@ class HopperBackwardInputs(NamedTuple):
 
     `out` is contiguous; `lse` (natural) is (batch, heads, queries) and so is `lse_gradient`, or None for 0; `base_2`,
     `delta` and `zeros` are from `compute_delta_and_lse_base_2`; `zeros` is None where `launch_dq` writes the other two;
-    `distance` is from `_distance`.
+    `distance` is from `_distance`, `documents` from `document_bounds`, None if not packed.
     """
 
     q: Tensor
@@ -205,6 +225,7 @@ class HopperBackwardInputs(NamedTuple):
     delta: Tensor
     zeros: Tensor | None
     distance: tuple[Tensor | None, int, int]
+    documents: tuple[Tensor, Tensor] | None
 
 
 def prepare_backward(
@@ -222,8 +243,10 @@ def prepare_backward(
         (delta, base_2), zeros = allocate_row_statistics(lse), None
     else:
         delta, base_2, zeros = compute_delta_and_lse_base_2(out, lse, out_gradient, lse_gradient)
-    distance = _distance(problem)
-    return HopperBackwardInputs(q, k, v, out, out_gradient, lse, lse_gradient, base_2, delta, zeros, distance)
+    distance, documents = _distance(problem), _documents(problem, q.shape[1])
+    return HopperBackwardInputs(
+        q, k, v, out, out_gradient, lse, lse_gradient, base_2, delta, zeros, distance, documents
+    )
 
 
 def launch_dq(
@@ -240,7 +263,7 @@ def launch_dq(
     keys, groups = k.shape[1:3]
     table, reach, extent = saved.distance
     blocks, causal = (_DQ_SLOPES if slope_sums else _DQ)[head_dim], problem.right == 0
-    order = _order_of_queries(q, k, blocks, causal)
+    order = _order_of_queries(q, k, blocks, causal, saved.documents and saved.documents[0])
     row_sums = saved.lse.new_empty(batch, heads, queries) if far_sums or slope_sums else None
     with device_guard(q):
         launch_kernel(hopper_dq, len(order), q.dtype, q.device, dict(
@@ -257,6 +280,7 @@ def launch_dq(
             distance_pointer=saved.lse if table is None else table,
             slopes_pointer=saved.lse if problem.alibi_slopes is None else problem.alibi_slopes.contiguous(),
             row_sums_pointer=saved.lse if row_sums is None else row_sums,
+            begins_pointer=order if saved.documents is None else saved.documents[0],
             order_pointer=order,
             order_width=order.shape[1],
             heads=heads,
@@ -279,6 +303,7 @@ def launch_dq(
             SLOPE_SUMS=slope_sums,
             SEPARATE_OUT=head_dim <= 128,
             ROW_STATISTICS=saved.zeros is None,
+            DOCUMENTS=saved.documents is not None,
         ))  # fmt: skip
     return row_sums
 
@@ -305,7 +330,7 @@ def launch_dkdv(
     keys, groups = k.shape[1:3]
     table, reach, extent = saved.distance
     blocks, causal = (_DKDV_DISTANCE if diagonals else _DKDV)[head_dim], problem.right == 0
-    order = _order_of_keys(q, k, blocks, causal)
+    order = _order_of_keys(q, k, blocks, causal, saved.documents and saved.documents[1])
     bands, key_blocks = num_bands(reach), -(-keys // (blocks.tiles * blocks.keys)) * blocks.tiles
     sums = saved.lse.new_zeros(batch, heads, key_blocks, bands, 128) if diagonals else None
     with device_guard(q):
@@ -316,6 +341,7 @@ def launch_dkdv(
             distance_pointer=saved.lse if table is None else table,
             slopes_pointer=saved.lse if problem.alibi_slopes is None else problem.alibi_slopes.contiguous(),
             diagonals_pointer=saved.lse if sums is None else sums,
+            ends_pointer=order if saved.documents is None else saved.documents[1],
             order_pointer=order,
             order_width=order.shape[1],
             groups=groups,
@@ -336,6 +362,7 @@ def launch_dkdv(
             HAS_DISTANCE=table is not None,
             HAS_SLOPE=problem.alibi_slopes is not None,
             DIAGONALS=diagonals,
+            DOCUMENTS=saved.documents is not None,
         ))  # fmt: skip
     return sums
 

@@ -76,7 +76,7 @@ def _consume(
             s = warpgroup_mma_wait(0, deps=[pending])
             release(keys_ring, step, STAGES)
             if num_tiles - 1 - i >= unmasked:
-                s = mask_scores(s, (num_tiles - 1 - i) * BLOCK_N, first, offset, keys, CAUSAL)
+                s = mask_scores(s, (num_tiles - 1 - i) * BLOCK_N, first, offset, keys, 0, CAUSAL, False)
             new_maximum = gl.maximum(maximum, gl.max(s, 1) * scale)
             # -inf until the first visible key, and -inf - -inf would be NaN
             safe = gl.where(new_maximum == float("-inf"), 0.0, new_maximum)

@@ -36,14 +36,40 @@ def num_unmasked_tiles(first, offset, keys, BLOCK_N: gl.constexpr, CAUSAL: gl.co
 
 
 @jit
-def mask_scores(s, start, first, offset, keys, CAUSAL: gl.constexpr):
-    """Mask scores (queries, keys): -inf for keys beyond the end or, if CAUSAL, later than the query."""
+def num_earlier_tiles(begins_pointer, first, num_tiles, BLOCK_N: gl.constexpr, DOCUMENTS: gl.constexpr):
+    """Return the number of leading key tiles before the document of query `first`; `begins` is from `row_bounds`."""
+    earlier = 0
+    if DOCUMENTS:
+        earlier = gl.minimum(gl.load(begins_pointer + first) // BLOCK_N, num_tiles - 1)
+    return earlier
+
+
+@jit
+def load_begins(begins_pointer, first, queries, BLOCK_M: gl.constexpr, layout: gl.constexpr, DOCUMENTS: gl.constexpr):
+    """Return the first key of the documents of BLOCK_M queries, and of the last one's; 0 without DOCUMENTS."""
+    begins = 0
+    last = 0
+    if DOCUMENTS:
+        query = first + gl.arange(0, BLOCK_M, layout)
+        begins = gl.load(begins_pointer + query, mask=query < queries, other=0)
+        last = gl.load(begins_pointer + gl.minimum(first + BLOCK_M, queries) - 1)
+    return begins, last
+
+
+@jit
+def mask_scores(s, start, first, offset, keys, begins, CAUSAL: gl.constexpr, DOCUMENTS: gl.constexpr):
+    """Mask scores (queries, keys): -inf for keys beyond the end or, if CAUSAL, later than the query.
+
+    With DOCUMENTS also for keys before `begins` of the query.
+    """
     layout: gl.constexpr = s.type.layout
     key = start + gl.expand_dims(gl.arange(0, s.shape[1], gl.SliceLayout(0, layout)), 0)
     hidden = key >= keys
     if CAUSAL:
         query = first + gl.expand_dims(gl.arange(0, s.shape[0], gl.SliceLayout(1, layout)), 1)
         hidden = hidden | (key > query + offset)
+    if DOCUMENTS:
+        hidden = hidden | (key < gl.expand_dims(begins, 1))
     return gl.where(hidden, float("-inf"), s)
 
 

@@ -10,7 +10,12 @@ import torch
 from torch import Tensor
 
 from ....launch import INTERPRETED
-from ...backend_support import HOPPER_HEAD_DIMS, MIN_TRITON, hopper_kernels_support
+from ...backend_support import (
+    HOPPER_HEAD_DIMS,
+    MIN_TRITON,
+    hopper_kernels_support,
+    hopper_kernels_support_documents,
+)
 from ..kernel_arguments import FlashAttentionParams
 
 
@@ -45,11 +50,13 @@ def make_tma_compatible(tensor: Tensor) -> Tensor:
     return tensor.clone(memory_format=torch.contiguous_format)
 
 
-def supports_scores(q: Tensor, k: Tensor, scale: float) -> bool:
-    """Return True if the Hopper kernels support the scores of these tensors."""
+def supports_scores(q: Tensor, k: Tensor, scale: float, *, packed: bool = False) -> bool:
+    """Return True if the Hopper kernels support the scores of these tensors; `packed` ones have no batch dimension."""
     if INTERPRETED or not q.is_cuda or q.dtype not in (torch.bfloat16, torch.float16):
         return False
-    if q.ndim != 4 or scale <= 0 or q.shape[-1] not in HOPPER_HEAD_DIMS or not (q.numel() and k.numel()):
+    if q.ndim != (3 if packed else 4) or q.shape[-1] not in HOPPER_HEAD_DIMS:
+        return False
+    if scale <= 0 or not (q.numel() and k.numel()):
         return False
     return has_gluon() and is_hopper(q.device)
 
@@ -57,8 +64,15 @@ def supports_scores(q: Tensor, k: Tensor, scale: float) -> bool:
 def supports(q: Tensor, k: Tensor, v: Tensor, problem: FlashAttentionParams) -> bool:
     """Return True if the Hopper kernels support this call, forward and backward."""
     distance, has_slopes = problem.distance_bias, problem.alibi_slopes is not None
+    relative = distance is not None or has_slopes
     options = (
-        problem.packed,
+        problem.packed
+        and not (
+            _have_the_same_documents(q, k, problem)
+            and hopper_kernels_support_documents(
+                q.shape[-1], q.shape[0], causal=problem.right == 0, bias=relative or problem.sinks is not None
+            )
+        ),
         problem.left >= 0 or problem.right > 0,
         problem.softcap,
         problem.dropout_p,
@@ -70,7 +84,14 @@ def supports(q: Tensor, k: Tensor, v: Tensor, problem: FlashAttentionParams) -> 
         problem.sinks is not None and (distance is not None or has_slopes),
     )
     reach = 0 if distance is None else distance.shape[1] // 2
-    relative = distance is not None or has_slopes
     if not hopper_kernels_support(q.shape[-1], options=options, relative_bias=relative, reach=reach):
         return False
-    return supports_scores(q, k, problem.scale)
+    return supports_scores(q, k, problem.scale, packed=problem.packed)
+
+
+def _have_the_same_documents(q: Tensor, k: Tensor, problem: FlashAttentionParams) -> bool:
+    ends, key_ends = problem.cu_seqlens_q, problem.cu_seqlens_k
+    if ends is None or key_ends is None or q.shape[0] != k.shape[0]:
+        return False
+    are_alike = ends.shape == key_ends.shape and ends.stride() == key_ends.stride()
+    return ends is key_ends or (are_alike and ends.data_ptr() == key_ends.data_ptr())

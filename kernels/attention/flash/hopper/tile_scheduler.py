@@ -77,10 +77,15 @@ def _table(lists: list[list[int]], device: torch.device) -> Tensor:
     return table.to(device)  # synchronizes, once per shape, since later calls may use the table on other streams
 
 
+def num_multiprocessors(device: torch.device) -> int:
+    """Return the number of multiprocessors of a GPU."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
 @lru_cache(maxsize=512)
 def paired_tile_order(tiles: int, pairs: int, device: torch.device) -> Tensor | None:
     """Return `pair_tiles` as `tile_order` does; None if that is empty."""
-    lists = pair_tiles(tiles, pairs, torch.cuda.get_device_properties(device).multi_processor_count)
+    lists = pair_tiles(tiles, pairs, num_multiprocessors(device))
     return _table(lists, device) if lists else None
 
 
@@ -91,8 +96,7 @@ def tile_order(
 ) -> Tensor:  # fmt: skip
     """Return `balance_tiles` for a shape as an int32 tensor on the device: a row per program, at most one per SM."""
     visits = (query_tiles_per_key_tile if by_keys else key_tiles_per_query_tile)(queries, keys, rows, columns, causal)
-    processors = torch.cuda.get_device_properties(device).multi_processor_count
-    lists = balance_tiles(visits, pairs, together, min(len(visits) * pairs, processors))
+    lists = balance_tiles(visits, pairs, together, min(len(visits) * pairs, num_multiprocessors(device)))
     return _table(lists, device)
 
 
