@@ -189,7 +189,8 @@ class _Dropout(torch.autograd.Function):
         return _compute(values, residual, key, rows, p, torch.promote_types(values.dtype, dtype))
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (gradient,) = gradients
         key, rows = ctx.saved_tensors
         needs_values, needs_residual = ctx.needs_input_grad[:2]
         values_gradient = _compute(gradient, None, key, rows, ctx.p, ctx.dtype) if needs_values else None

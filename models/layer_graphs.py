@@ -241,7 +241,7 @@ class _Replay(torch.autograd.Function):
         return results
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         captured: _CapturedPart = ctx.captured
         if ctx.number != captured.passes:
             raise RuntimeError("a layer with a CUDA graph ran again before this backward pass of it")

@@ -44,7 +44,8 @@ class _OverlappedExperts(torch.autograd.Function):
         return output
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (gradient,) = gradients
         needed, back = ctx.needs_input_grad, ctx.exchange.transposed()
 
         def send(*gradients: Tensor) -> tuple[Tensor | None, ...]:

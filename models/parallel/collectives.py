@@ -128,7 +128,8 @@ class _ReducePartial(torch.autograd.Function):
         return _wait(_ops.all_reduce(partial, "sum", group))
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        (gradient,) = gradients
         return gradient, None
 
 
@@ -139,7 +140,8 @@ class _ReduceScatterTokens(torch.autograd.Function):
         return _wait(scatter_tokens(partial, size, group))[None]
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        (gradient,) = gradients
         return _wait(gather_tokens(gradient, ctx.size, ctx.group)).view(ctx.shape), None, None
 
 
@@ -150,7 +152,8 @@ class _ShardTokens(torch.autograd.Function):
         return _share(tokens, rank, size).clone()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        (gradient,) = gradients
         return _wait(gather_tokens(gradient, ctx.size, ctx.group)).view(ctx.shape), None, None, None
 
 
@@ -161,7 +164,8 @@ class _UnshardTokens(torch.autograd.Function):
         return _wait(gather_tokens(tokens, size, group))[None]
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        (gradient,) = gradients
         return _share(gradient, ctx.rank, ctx.size), None, None, None
 
 
@@ -193,7 +197,8 @@ class _ColumnLinear(torch.autograd.Function):
         return F.linear(whole, weight, bias)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (gradient,) = gradients
         hidden, weight = ctx.saved_tensors
         needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         whole = gather_again(hidden, gradient, ctx.size, ctx.group) if ctx.gathers and needs_weight else None
@@ -234,7 +239,8 @@ class _SumSharedGradient(torch.autograd.Function):
         return vector.view_as(vector)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None, None]:
+        (gradient,) = gradients
         return sum_rows(gradient, ctx.shared, ctx.rank, ctx.size, ctx.group), None, None, None, None
 
 
@@ -316,7 +322,8 @@ class _OverlappedRowLinear(torch.autograd.Function):
         return _wait(scatter_tokens(F.linear(hidden, weight), size, group))[None]
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (gradient,) = gradients
         hidden, weight = ctx.saved_tensors
         if ctx.overlap_gather:
             whole, hidden_gradient = gather_and_multiply(gradient[0], weight, ctx.group)
@@ -380,7 +387,8 @@ class _LoRAColumnLinear(torch.autograd.Function):
         return output[None] if gathers else output.view(*hidden.shape[:-1], -1)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (gradient,) = gradients
         hidden, weight, lora_a, lora_b, low = ctx.saved_tensors
         whole = hidden.flatten(0, -2)
         if ctx.gathers:

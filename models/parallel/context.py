@@ -197,7 +197,8 @@ class _UnshardSequences(torch.autograd.Function):
         return shard.gather(tokens)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        (gradient,) = gradients
         return ctx.shard.local(gradient), None
 
 

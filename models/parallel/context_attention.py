@@ -30,7 +30,8 @@ class _AllToAll(torch.autograd.Function):
         return _exchange(parts, group)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        (gradient,) = gradients
         return _exchange(gradient, ctx.group), None
 
 
@@ -48,7 +49,8 @@ class _Gather(torch.autograd.Function):
         return gathered.view(size, *tokens.shape)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        (gradient,) = gradients
         flat = gradient.contiguous().view(-1)
         own = _ops.wait_tensor(_ops.reduce_scatter_tensor(flat, "sum", ctx.size, ctx.group))
         return own.view(gradient.shape[1:]), None, None

@@ -72,7 +72,8 @@ class _ChannelParallelNorm(torch.autograd.Function):
         return normed
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        (gradient,) = gradients
         normed, factors = ctx.saved_tensors
         means = [(gradient * normed).mean(dim=-1)]
         if ctx.centres:

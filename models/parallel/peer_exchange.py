@@ -230,7 +230,8 @@ class _Receive(torch.autograd.Function):
         return rows, row_gates, *others
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor, gate_gradient: Tensor, *others: Any) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        gradient, gate_gradient = gradients[:2]
         return *_give_back(gradient, gate_gradient, *ctx.saved_tensors, ctx.group), *(None,) * 6
 
 
@@ -244,7 +245,8 @@ class _Return(torch.autograd.Function):
         return _give_back(rows, None, sources, slots, group)[0]
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (gradient,) = gradients
         targets, sources = ctx.saved_tensors
         sent = _send([gradient], targets, None, *ctx.options)
         return _receive(sent, [gradient], sources.shape[0], *ctx.options)[0], *(None,) * 5

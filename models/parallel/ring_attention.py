@@ -199,7 +199,8 @@ class _Ring(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, out_gradient: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (out_gradient,) = gradients
         options: RingOptions = ctx.options
         q, k, v, out, lse, *others = ctx.saved_tensors
         q_gradient = torch.zeros_like(q, dtype=lse.dtype)

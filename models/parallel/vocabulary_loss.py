@@ -67,7 +67,8 @@ class _VocabularyParallelLoss(torch.autograd.Function):
         return total / denominator
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (gradient,) = gradients
         scaled = zip(scale_saved(ctx.saved_tensors, gradient), ctx.needs_input_grad, strict=False)
         return (*(each if needed else None for each, needed in scaled), None, None, None, None)
 
