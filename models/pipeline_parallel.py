@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -134,7 +135,8 @@ def _remove(model: nn.Module, paths: Iterable[str]) -> None:
             setattr(owner, name, None if isinstance(owner, Stack) else OnOtherStage())
         else:
             setattr(owner, name, None)
-            getattr(owner, "partitions", {}).pop(name, None)
+            partitions: Any = getattr(owner, "partitions", {})
+            partitions.pop(name, None)
     model.__dict__["elsewhere"] = names - _tensor_names(model)
 
 
@@ -153,5 +155,6 @@ def _share(model: nn.Module, path: str, holders: tuple[int, ...], rank: int) -> 
             if parameter.requires_grad:
                 found[full] = holders
         if own:
-            set_partitions(module, {**getattr(module, "partitions", {}), **own})
+            before: Any = getattr(module, "partitions", {})
+            set_partitions(module, {**before, **own})
     return found

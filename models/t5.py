@@ -87,8 +87,10 @@ class T5(BaseLanguageModel):
         self.encoder = build_stack(t5.encoder.stack, backends.get("encoder", {}))
         self.decoder = build_stack(t5.decoder.stack, backends.get("decoder", {}), cross, backends.get("cross", {}))
         bias = cross.position_bias
-        self.cross_positions = bias and CrossRelativeBias(
-            cross.heads, buckets=bias.buckets, max_distance=bias.max_distance
+        self.cross_positions = (
+            None
+            if bias is None
+            else CrossRelativeBias(cross.heads, buckets=bias.buckets, max_distance=bias.max_distance)
         )
         self.head = None if t5.tied else nn.Linear(hidden_size, vocab, bias=False)
         self.head_bias = nn.Parameter(torch.zeros(vocab)) if t5.head_bias else None

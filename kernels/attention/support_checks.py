@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from .call_spec import AttentionCall
 
-MIN_SM, MAX_SM = (8, 0), (12, 1)  # architectures that PyTorch builds its flash and cuDNN kernels for
+MIN_SM: tuple[int, int] = (8, 0)
+MAX_SM: tuple[int, int] = (12, 1)  # architectures that PyTorch builds its flash and cuDNN kernels for
 
 
 def format_version(version: tuple[int, ...]) -> str:

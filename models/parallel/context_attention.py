@@ -83,7 +83,7 @@ class HeadExchange:
             (q,) = self._share_heads((inputs.q,), zigzag=of_queries)
             k, v = self._share_heads((inputs.k, inputs.v), zigzag=of_keys)
         heads, first = q.shape[2], self.rank * q.shape[2]
-        of_heads = {name: getattr(inputs, name) for name in ("distance_bias", "alibi_slopes", "sinks")}
+        of_heads: dict[str, Any] = {name: getattr(inputs, name) for name in ("distance_bias", "alibi_slopes", "sinks")}
         of_heads = {name: None if each is None else each.narrow(0, first, heads) for name, each in of_heads.items()}
         rng = inputs.rng if inputs.rng is None or not first else move_rng(inputs.rng, head=first)
         out = self.function(inputs._replace(q=q, k=k, v=v, rng=rng, **of_heads))

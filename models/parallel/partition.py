@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 if TYPE_CHECKING:
     from torch import nn
@@ -174,7 +174,8 @@ def set_partitions(module: nn.Module, partitions: Mapping[str, RankPart], defaul
 
 def names_elsewhere(model: nn.Module) -> Set[str]:
     """Return the names of the parameters and buffers that only other ranks of a pipeline have."""
-    return getattr(model, "elsewhere", frozenset())
+    elsewhere: Any = getattr(model, "elsewhere", frozenset())
+    return elsewhere
 
 
 def partitions_of(model: nn.Module) -> dict[str, RankPart]:
@@ -186,7 +187,7 @@ def partitions_of(model: nn.Module) -> dict[str, RankPart]:
     default = getattr(model, "default_partition", None)
     found: dict[str, RankPart] = {}
     for prefix, module in model.named_modules():
-        own = getattr(module, "partitions", {})
+        own: Any = getattr(module, "partitions", {})
         names = [name for name, _ in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))]
         if unknown := sorted(set(own).difference(names)):
             raise ValueError(f"`{prefix}.partitions` must name parameters or buffers, but names {unknown[0]}")

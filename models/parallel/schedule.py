@@ -180,7 +180,7 @@ def simulate_step(times: Sequence[StageTimes], ranks: int, micro_batches: int) -
     orders = [pass_order(rank, ranks, chunks, micro_batches) for rank in range(ranks)]
     # when the input of each pass has arrived, by direction and stage; None: not yet
     arrived: list[list[list[float | None]]] = [[[None] * micro_batches for _ in times] for _ in range(2)]
-    arrived[0][0] = [0.0] * micro_batches
+    arrived[0][0][:] = [0.0] * micro_batches
     clocks, found = [0.0] * ranks, [[] for _ in range(ranks)]
     runnable = list(range(ranks))
     while runnable:

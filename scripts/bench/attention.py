@@ -438,7 +438,7 @@ def measure_all(wanted: list[Job], results: Path, rounds: int, deadline: float) 
             continue
         torch.manual_seed(0)
         begin = time.monotonic()
-        row = {"section": section, "shape": name, **machine(), "rounds": rounds}
+        row: dict[str, Any] = {"section": section, "shape": name, **machine(), "rounds": rounds}
         try:
             row |= measure(known, rounds) | {"sm_mhz": _sm_clock()}
         except Exception as error:

@@ -173,7 +173,8 @@ def layers(tokens: int, compiled: bool) -> None:
         add(f"{scaling} qkv", lambda x, w: fp8_linear(x, w, None, recipe, cast=cast), x, qkv)  # noqa: B023
     add("bf16 mlp", lambda x, u, d: gated_projection(F.linear(x, u), d, None, "silu"), x, up, down)
     variants: list[tuple[Scaling, bool]] = [(scaling, False) for scaling in SCALINGS]
-    for scaling, fast in [*variants, ("tensorwise", True)]:
+    variants.append(("tensorwise", True))
+    for scaling, fast in variants:
         recipe = Fp8Recipe(scaling, fast_accumulation_backward=fast)
         casts: Any = {"up_cast": cast_weight(up, recipe), "down_cast": cast_weight(down, recipe)}
         add(

@@ -7,6 +7,7 @@ embeddings, no dropout, vocabulary 50257 padded to 50304.
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -21,11 +22,11 @@ def hf_gpt2(shape: Shape) -> Step:
     """Train step of transformers' GPT2LMHeadModel with SDPA, each layer compiled, bf16 autocast."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    sizes = {"n_layer": shape.layers, "n_embd": shape.hidden, "n_head": shape.heads, "n_inner": shape.ffn}
+    sizes: Any = {"n_layer": shape.layers, "n_embd": shape.hidden, "n_head": shape.heads, "n_inner": shape.ffn}
     sizes |= {"vocab_size": shape.vocab, "n_positions": shape.sequence}
-    dropouts = dict.fromkeys(("embd_pdrop", "resid_pdrop", "attn_pdrop"), 0.0)
+    sizes |= dict.fromkeys(("embd_pdrop", "resid_pdrop", "attn_pdrop"), 0.0)
     with torch.device("cuda"):
-        model = GPT2LMHeadModel(GPT2Config(**sizes, **dropouts, use_cache=False))
+        model = GPT2LMHeadModel(GPT2Config(**sizes, use_cache=False))
     return hf_step(model, model.transformer.h)
 
 

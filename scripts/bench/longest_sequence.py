@@ -101,11 +101,11 @@ def search(mode: str, gib: float | None, results: Path, until: float | None) -> 
     while True:
         if tokens not in trained:
             limit = ["--memory", str(gib)] if gib else []
-            row = run_in_process([__file__, "--one", mode, "--tokens", str(tokens), *limit], until)
-            if row is None:
+            found = run_in_process([__file__, "--one", mode, "--tokens", str(tokens), *limit], until)
+            if found is None:
                 print(f"{mode}: {tokens:,} tokens: no time left", flush=True)
                 return
-            row = {"peer": mode, **row, "tokens": tokens, "longest_planned": first, "memory": gib}
+            row: Row = {"peer": mode, **found, "tokens": tokens, "longest_planned": first, "memory": gib}
             append_row(results, row)
             trained[tokens] = "refused" not in row
             text = row.get("refused") or f"trains, peak {row['allocated'] / GIB:.1f} GiB"

@@ -464,7 +464,7 @@ def measure_all(
         if until is not None and started > until:
             print(f"{section}: {name}: no time left", flush=True)
             continue
-        row = {"section": section, "shape": name, "rounds": rounds} | measure(rounds)
+        row: dict[str, Any] = {"section": section, "shape": name, "rounds": rounds} | measure(rounds)
         row |= machine()  # with the version of liger_kernel, if that has been imported
         row["took"] = round(time.monotonic() - started, 1)
         append_row(results, row)

@@ -281,7 +281,7 @@ def time_error(row: Row) -> float:
 
 def memory_error(row: Row) -> float:
     """Return the relative error of the planned peak of the rank for which it is largest."""
-    errors = [planned["allocated"] / measured["allocated"] - 1 for planned, measured in by_rank(row)]
+    errors: list[float] = [planned["allocated"] / measured["allocated"] - 1 for planned, measured in by_rank(row)]
     return max(errors, key=abs)
 
 

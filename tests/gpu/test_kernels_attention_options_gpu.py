@@ -56,13 +56,13 @@ def test_unfused_attention_with_the_fused_softmax(model: str) -> None:
     options = {name: value for name, value in problem.options.items() if name != "window_size"}
     window = None if problem.options["window_size"] == (-1, -1) else problem.options["window_size"]
 
-    def unfused(**tensors: Tensor) -> Tensor:
+    def unfused(**tensors: Any) -> Tensor:
         return UnfusedAttention()(AttentionInputs(**tensors, **options, window_size=window))
 
     results: list[Any] = []
     for function, given in ((reference_attention, exact), (unfused, problem)):
-        arguments = given.options if function is reference_attention else {}
-        output: Any = function(**given.tensors, **arguments)
+        arguments: dict[str, Any] = given.arguments if function is reference_attention else {**given.tensors}
+        output: Any = function(**arguments)
         upstream = torch.randn(output.shape, generator=torch.Generator().manual_seed(2)).to(output)
         results.append([output, *torch.autograd.grad(output, list(given.tensors.values()), upstream)])
     for wanted, ours in zip(*results, strict=True):

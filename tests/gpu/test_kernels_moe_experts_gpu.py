@@ -185,7 +185,7 @@ def test_compiled_as_one_graph(implementation):
     leaves = [case.pop(name).requires_grad_() for name in names]
 
     def loss(*values: torch.Tensor) -> torch.Tensor:
-        return expert_mlp(**case, **dict(zip(names, values, strict=True)), **options).float().square().sum()
+        return expert_mlp(**case, **dict[str, Any](zip(names, values, strict=True)), **options).float().square().sum()
 
     torch.compiler.reset()
     got = torch.autograd.grad(torch.compile(loss, fullgraph=True)(*leaves), leaves)

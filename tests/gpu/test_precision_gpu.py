@@ -1,5 +1,7 @@
 """fp16 on a CUDA device: weights, autocast and loss scale, compiled and as CUDA graphs; an fp32 residual stream."""
 
+from typing import Any
+
 import pytest
 import torch
 from gpt_builder import build_gpt
@@ -52,7 +54,7 @@ def test_cuda_graphs_skip_the_same_steps_and_reach_the_same_bits(tmp_path, preci
         run_training(tiny_config(directory, **(FP16 | changes)))
         found[graph] = figures(directory), final_hashes(directory, 14)
     assert found[True] == found[False]
-    skipped = [row[3] for row in found[True][0]]
+    skipped: list[Any] = [row[3] for row in found[True][0]]
     assert 4 < skipped[-1] < 12, "the scale falls beyond the warm-up of the graph, and steps follow"
 
 

@@ -1,5 +1,7 @@
 """Whole runs on a CUDA device: no host sync inside a step, exact resume, and the same training as on a CPU."""
 
+from typing import Any
+
 import pytest
 from run_metrics import logged
 from tiny_run import assert_resume_is_exact, tiny_config
@@ -35,7 +37,8 @@ PACKED = {"data_impl": "mock", "reset_position_ids": True, "reset_attention_mask
 @pytest.mark.parametrize("global_batch", [2, 6])
 @pytest.mark.parametrize("data", ["whole", "packed"])
 def test_a_step_never_waits_for_the_device(tmp_path, steps_without_sync, precision, global_batch, data):
-    settings = GPU | LLAMA | NO_DROPOUT | {"model__global_batch_size": global_batch, "trainer__precision": precision}
+    settings: dict[str, Any] = GPU | LLAMA | NO_DROPOUT | {"trainer__precision": precision}
+    settings["model__global_batch_size"] = global_batch
     if data == "packed":
         settings["model__data"] = PACKED
     result = run_training(tiny_config(tmp_path, **settings))

@@ -80,6 +80,10 @@ class Problem:
     tensors: dict[str, Tensor]
     options: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def arguments(self) -> dict[str, Any]:
+        return {**self.tensors, **self.options}
+
     def detached(self, dtype: torch.dtype | None = None) -> Problem:
         """Return new leaf tensors with the same values, in another dtype if given."""
         return Problem(
@@ -266,7 +270,7 @@ def delta_error(problem: Problem, ours: Tensor) -> dict[str, Tensor]:
     if ours.dtype == torch.float64:
         return {}
     exact = problem.detached(torch.float64)
-    out, lse = reference_attention(**exact.tensors, **exact.options, return_lse=True)
+    out, lse = reference_attention(**exact.arguments, return_lse=True)
     generator = torch.Generator().manual_seed(99)
     upstream = torch.randn(out.shape, generator=generator, dtype=torch.float64).to(ours.dtype).to(out)
     if ours.dtype == torch.float32:

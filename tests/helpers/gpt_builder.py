@@ -19,7 +19,7 @@ from stoker.models.layer import Layer
 
 def build_model(keys: FamilyKeys, **arguments: Any) -> LanguageModel:
     """Build a model in fp32 on the CPU, for micro batches of 2, unless `arguments` of `build_model` say otherwise."""
-    usual = {"device": "cpu", "dtype": torch.float32, "flags": AttentionFlags(), "micro_batch_size": 2}
+    usual: dict[str, Any] = {"device": "cpu", "dtype": torch.float32, "flags": AttentionFlags(), "micro_batch_size": 2}
     return build.build_model(keys, **{**usual, **arguments})
 
 

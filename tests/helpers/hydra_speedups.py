@@ -38,17 +38,17 @@ def install() -> None:
             parsed[typed] = parse(parser, typed)
         return copy.copy(parsed[typed])
 
-    def compute_once(repository: Any, name: str, choices: Sequence[Override]) -> hydra_defaults.DefaultsList:
+    def compute_once(repository: Any, config_name: str, choices: Sequence[Override]) -> hydra_defaults.DefaultsList:
         if [source.directory for source in repository.sources] != [compose.PACKAGED_CONF]:
-            return compute(repository, name, choices)
-        key = (name, *((choice.type, choice.get_key_element(), repr(choice.value())) for choice in choices))
+            return compute(repository, config_name, choices)
+        key = (config_name, *((choice.type, choice.get_key_element(), repr(choice.value())) for choice in choices))
         if key not in known:
-            known[key] = compute(repository, name, choices)
+            known[key] = compute(repository, config_name, choices)
         return known[key]
 
-    def interpolate_if_needed(choices: Any, defaults: list[Any], self_added: bool) -> Any:
-        needed = any(default.is_interpolation() for default in defaults if not default.is_self())
-        return interpolate(choices, defaults, self_added) if needed else None
+    def interpolate_if_needed(overrides: Any, defaults_list: list[Any], self_added: bool) -> Any:
+        needed = any(default.is_interpolation() for default in defaults_list if not default.is_self())
+        return interpolate(overrides, defaults_list, self_added) if needed else None
 
     yaml_reader.read_yaml, overrides.parse_override = read_once, parse_once
     compose.compute_defaults_list = compute_once

@@ -334,7 +334,7 @@ def count_waits(ranks: int) -> list[str]:
     from stoker.models.parallel.expert import ExpertParallel
 
     found: list[str] = []
-    assignments.triton_runs_on = lambda _: True  # rows are sorted by the operation of a GPU
+    assignments.triton_runs_on = lambda tensor: True  # rows are sorted by the operation of a GPU
 
     class Waits(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -66,7 +66,7 @@ def use_recorded_graphs() -> None:
     def raise_failure(error: Exception, on_failure: object) -> None:
         raise error
 
-    run_context.uses_cuda_graph = lambda *arguments: True
+    run_context.uses_cuda_graph = lambda *_, **__: True
     training_loop.layer_capture = lambda: recorder(captured)
     training_loop.report_failure = raise_failure
     LanguageModule.release_graphs = release_graphs

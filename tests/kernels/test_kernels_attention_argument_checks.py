@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -41,7 +41,7 @@ def check(*, for_kernel: bool = True, **arguments: Any) -> AttentionGeometry:
     return check_arguments(AttentionInputs(**arguments), for_kernel=for_kernel)
 
 
-def empty(shapes: dict[str, tuple[int, ...]], **options: Any) -> dict[str, Any]:
+def empty(shapes: Mapping[str, tuple[int, ...]], **options: Any) -> dict[str, Any]:
     return {n: torch.empty(shape, **options) for n, shape in shapes.items()}
 
 

@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import subprocess
 import sys
+from collections.abc import Mapping
 from typing import Any, get_args
 
 import pytest
@@ -28,7 +29,7 @@ NEW = InstalledSoftware(torch=(2, 13), cudnn=92000)
 FULL = InstalledSoftware(
     torch=(2, 13), cudnn=92000, triton=(3, 6), te=(2, 20), flash_attn=(2, 8, 3), flash_attn_3=True, flash_attn_4=True
 )
-BF16 = {"dtype": "bf16", "batch": 4, "heads": 16, "groups": 4, "head_dim": 128, "queries": 4096, "keys": 4096}
+BF16: Any = {"dtype": "bf16", "batch": 4, "heads": 16, "groups": 4, "head_dim": 128, "queries": 4096, "keys": 4096}
 HOPPER = AttentionCall(device="cuda", capability=(9, 0), training=True, **BF16)
 AMPERE = dataclasses.replace(HOPPER, capability=(8, 0))
 CPU = dataclasses.replace(HOPPER, device="cpu", capability=None, dtype="fp32")
@@ -36,11 +37,13 @@ ON = AttentionFlags()
 
 
 def chosen(call: AttentionCall, installed: InstalledSoftware = NEW, **wishes: Any) -> str:
-    return select_backend(call, **({"flags": ON, "installed": installed} | wishes)).backend
+    wishes = {"flags": ON, "installed": installed, **wishes}
+    return select_backend(call, **wishes).backend
 
 
 def reason(call: AttentionCall, backend: str, installed: InstalledSoftware = NEW, **wishes: Any) -> str:
-    decision = select_backend(call, **({"flags": ON, "installed": installed} | wishes))
+    wishes = {"flags": ON, "installed": installed, **wishes}
+    decision = select_backend(call, **wishes)
     (row,) = (row for row in decision.rows if row.backend == backend)
     assert not row.accepted
     return row.reason
@@ -59,9 +62,9 @@ def test_order_of_preference() -> None:
 def test_few_queries_train_with_the_kernel_that_keeps_them() -> None:
     with_triton = dataclasses.replace(NEW, triton=(3, 6))
     call = dataclasses.replace(HOPPER, queries=114, keys=512, head_dim=64, batch=64, heads=12, groups=12, causal=False)
-    for change in ({}, {"batch": 11}, {"keys": 128}, {"keys": 2048}, {"queries": 32}):
-        assert chosen(dataclasses.replace(call, **change), with_triton) == "triton"
-    changes: list[dict[str, Any]] = [
+    changes: list[dict[str, Any]] = [{}, {"batch": 11}, {"keys": 128}, {"keys": 2048}, {"queries": 32}]
+    assert {chosen(dataclasses.replace(call, **change), with_triton) for change in changes} == {"triton"}
+    changes = [
         {"training": False}, {"queries": 129}, {"groups": 6}, {"batch": 10}, {"head_dim": 128}, {"keys": 2049},
         {"queries": 31},
     ]  # fmt: skip
@@ -81,11 +84,14 @@ def test_ranks_that_share_heads_draw_the_dropout_of_one_process() -> None:
 
 
 def test_our_hopper_kernels_come_first_where_they_serve() -> None:
-    flash = {"attention_backend": "flash", "installed": dataclasses.replace(NEW, triton=(3, 6))}
+    flash: dict[str, Any] = {"attention_backend": "flash", "installed": dataclasses.replace(NEW, triton=(3, 6))}
     assert chosen(HOPPER, **flash) == "triton"
     assert select_backend(HOPPER, flags=ON, **flash).notes == ("triton runs its Hopper kernels here.",)
     assert chosen(dataclasses.replace(HOPPER, deterministic=True), installed=flash["installed"]) == "triton"
-    for change in ({"capability": (8, 0)}, {"head_dim": 96}, {"dropout": 0.1}, {"any_length": True, "training": False}):
+    changes: list[dict[str, Any]] = [
+        {"capability": (8, 0)}, {"head_dim": 96}, {"dropout": 0.1}, {"any_length": True, "training": False},
+    ]  # fmt: skip
+    for change in changes:
         assert chosen(dataclasses.replace(HOPPER, **change), **flash) == "sdpa_flash", change
     with_te = dataclasses.replace(flash["installed"], te=(2, 20), flash_attn=(2, 8, 3))
     wished = {"attention_backend": "flash", "installed": with_te, "transformer_engine": True}
@@ -304,13 +310,15 @@ def test_only_te_fused_multiplies_in_fp8() -> None:
     assert others == {"does not multiply in fp8 (`fp8_dot_product_attention`)"}
     assert str(decision.call).endswith("causal, in fp8")
     assert decision.without_fp8().call == HOPPER
-    for keys, reason in (
+    cases: list[tuple[dict[str, Any], str]] = [
         ({"attention_backend": "flash"}, "not `attention_backend` (flash)"),
         ({"flags": dataclasses.replace(ON, fused=False)}, "removed by NVTE_FUSED_ATTN=0"),
         ({"installed": NEW}, "TransformerEngine is not installed (pip install 'stoker[te]')"),
-    ):
+    ]
+    for keys, reason in cases:
+        wishes: dict[str, Any] = {"flags": ON, "installed": FULL, **keys}
         with pytest.raises(NoBackendError) as error:
-            select_backend(call, **{"flags": ON, "installed": FULL, **keys})
+            select_backend(call, **wishes)
         line = f"{words} in te_fused, its only backend: {reason}; use model.fp8_dot_product_attention=false."
         assert str(error.value) == line
         assert len(error.value.rows) == len(BACKENDS_BY_NAME)
@@ -347,7 +355,7 @@ def test_families(call: AttentionCall, use_flash_attention: bool | None, flags: 
 
 WITHOUT_TE = dataclasses.replace(FULL, te=None)
 OWN = dataclasses.replace(NEW, triton=(3, 6))
-TRAINED_BIAS = {"bias": "distance_with_gradient", "causal": False}
+TRAINED_BIAS: dict[str, Any] = {"bias": "distance_with_gradient", "causal": False}
 
 
 @looped(
@@ -534,10 +542,11 @@ def test_a_wish_that_was_removed_names_both() -> None:
 
 def test_nothing_left_prints_every_row() -> None:
     dropping = dataclasses.replace(CPU, dropout=0.1)
-    for off, reasons in (
+    cases: list[tuple[dict[str, Any], tuple[str, str]]] = [
         ({"unfused": False}, ("not support dropout (0.1)", "removed by NVTE_UNFUSED_ATTN=0")),
         ({"flash": False}, ("removed by NVTE_FLASH_ATTN=0", "removed by `use_flash_attention: True`")),
-    ):
+    ]
+    for off, reasons in cases:
         flags = dataclasses.replace(ON, **off)
         with pytest.raises(NoBackendError) as caught:
             select_backend(dropping, use_flash_attention=True, flags=flags, installed=NEW)
@@ -638,7 +647,7 @@ def test_flags_and_keys_only_remove(call: AttentionCall, switch: bool | None, fl
 
 
 def measured(
-    times: dict[str, float], installed: InstalledSoftware = FULL, call: AttentionCall = HOPPER
+    times: Mapping[str, float], installed: InstalledSoftware = FULL, call: AttentionCall = HOPPER
 ) -> InstalledSoftware:
     """Return software with the times of one call, half of each forward."""
     one = MeasuredCall(call=call, milliseconds={name: (time / 2, time / 2) for name, time in times.items()})
@@ -714,7 +723,7 @@ def test_speed_is_not_bought_with_memory() -> None:
 
 @given(call=CALLS, flags=st.builds(AttentionFlags, flash=st.booleans(), fused=st.booleans()), data=st.data())
 def test_times_never_change_the_family(call: AttentionCall, flags: AttentionFlags, data: st.DataObject) -> None:
-    times = {row.name: data.draw(st.floats(0.1, 9)) for row in BACKENDS}
+    times: dict[str, float] = {row.name: data.draw(st.floats(0.1, 9)) for row in BACKENDS}
     card = measured(times, call=call)
     before = select_backend(call, flags=flags, installed=FULL)
     after = select_backend(call, flags=flags, installed=card)

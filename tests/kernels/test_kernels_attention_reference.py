@@ -84,7 +84,7 @@ def test_reference_is_the_definition(case: Case) -> None:
     small = replace(case, head_dim=3, queries=case.queries // 4, keys=case.keys // 4)
     small = replace(small, lengths=tuple((q // 3, k // 3) for q, k in case.lengths))
     problem = build(small, torch.float64)
-    out, lse = reference_attention(**problem.tensors, **problem.options, return_lse=True)
+    out, lse = reference_attention(**problem.arguments, return_lse=True)
     if small.lengths:
         for number, dense in enumerate(per_sequence(problem)):
             expected, expected_lse = by_hand(dense, first=number)

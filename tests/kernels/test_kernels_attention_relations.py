@@ -277,7 +277,7 @@ def test_backward_twice_over_a_kept_graph(device: str) -> None:
 
 def arguments_of_the_operation(problem: Problem) -> tuple[Any, ...]:
     """Return the arguments that the public function hands to `stoker::flash_attention`."""
-    inputs = AttentionInputs(**problem.tensors, **problem.options)
+    inputs = AttentionInputs(**problem.arguments)
     return (*inputs[:3], *FlashAttentionParams.from_checked(inputs, check_arguments(inputs)))
 
 

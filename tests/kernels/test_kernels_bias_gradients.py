@@ -90,13 +90,14 @@ def test_serves_compiled_projections_with_biases(name: str, monkeypatch: pytest.
     if name == "mlp":
         part: MLP | SelfAttention = MLP(32, 48, nonlinearity="gelu_tanh", gated=False, bias=True, dropout=0.0)
         arguments: tuple[Any, ...] = ()
-        operation, projection = "activation_backward_with_sums", part.up
+        operation, linear = "activation_backward_with_sums", "up"
     else:
         sizes = {"num_layers": 1, "hidden_size": 32, "num_attention_heads": 4, "encoder_seq_length": 24}
         keys = GPTKeys.model_validate(sizes | {"attention_dropout": 0.0})
         part = SelfAttention(gpt_slice(keys, vocab_size=8).stack, {"training": attention})
         arguments = (LayerContext("training"),)
-        operation, projection = "join_with_sums", part.qkv
+        operation, linear = "join_with_sums", "qkv"
+    projection: Any = getattr(part, linear)
     torch.nn.init.normal_(projection.bias)
     plain, graph = traced(part, hidden, *arguments)
     assert operation not in graph  # on a CPU

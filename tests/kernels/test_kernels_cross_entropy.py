@@ -1,5 +1,7 @@
 """Linear cross-entropy: value and gradients against all logits at once, in torch and in the Triton interpreter."""
 
+from typing import Any
+
 import pytest
 import torch
 from tiers import DEVICES, cases, full_only, looped
@@ -143,7 +145,7 @@ def test_kernel_equals_torch(device, tokens, vocab, valid, denominator, smoothin
 def test_the_gradient_of_the_logits_is_divided_before_it_is_rounded(device):
     logits = torch.randn(6, 50, generator=torch.Generator().manual_seed(1)).to(device, torch.float16)
     labels = torch.arange(6, device=device)
-    options = {"valid_vocab": 50, "ignore_index": -100, "with_gradient": True}
+    options: dict[str, Any] = {"valid_vocab": 50, "ignore_index": -100, "with_gradient": True}
     options["denominator"] = torch.tensor(5, device=device)  # int64: as targets are counted
     wide = logits.float()
     triton_loss_and_gradient_(wide, labels, **options)
@@ -325,7 +327,7 @@ def test_z_loss_and_losses_of_each_token(chunk, option, reduction, frozen):
     hidden, weight, labels = inputs(37, 12, 29, torch.float64)
     weight.requires_grad_(not frozen)
     bias = torch.randn(29, generator=torch.Generator().manual_seed(3), dtype=torch.float64).requires_grad_(not frozen)
-    options = {"valid_vocab": 26, "bias": bias, "reduction": reduction} | PER_TOKEN[option]
+    options: dict[str, Any] = {"valid_vocab": 26, "bias": bias, "reduction": reduction} | PER_TOKEN[option]
     leaves = (hidden,) if frozen else (hidden, weight, bias)
     value = linear_cross_entropy(hidden, weight, labels, chunk_tokens=chunk, **options)
     expected = reference_linear_cross_entropy(hidden, weight, labels, **options)

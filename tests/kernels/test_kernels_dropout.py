@@ -86,8 +86,9 @@ def test_compiled_layers_draw_the_same_mask() -> None:
     ("change", "said"), [({"p": 1.0}, r"`p` \(1.0\)"), ({"rows": torch.arange(5)}, r"`rows` \(5\)")]
 )
 def test_wrong_arguments_are_named(change: dict[str, Any], said: str) -> None:
+    given: dict[str, Any] = {"values": torch.zeros(2, 2, 3), "p": 0.1, "key": KEY, "rows": torch.arange(4)}
     with pytest.raises(ValueError, match=said):
-        dropout(**{"values": torch.zeros(2, 2, 3), "p": 0.1, "key": KEY, "rows": torch.arange(4)} | change)
+        dropout(**given | change)
 
 
 # ---------------------------------------------------------------- statistics

@@ -193,8 +193,9 @@ def test_the_operation_is_well_formed_and_compiles_whole() -> None:
     ],
 )
 def test_bad_arguments_are_named(changes: dict[str, Any], said: str) -> None:
+    given: dict[str, Any] = {**drawn(6, 8, 24, 2), "scale": 1.0, "kind": "silu", **changes}
     with pytest.raises(ValueError, match=said):
-        lora_gated_mlp(**{**drawn(6, 8, 24, 2), "scale": 1.0, "kind": "silu", **changes})
+        lora_gated_mlp(**given)
 
 
 def test_what_has_no_kernel() -> None:

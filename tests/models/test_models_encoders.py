@@ -194,7 +194,7 @@ def test_every_backend_keeps_documents_of_two_texts_apart(backend: str) -> None:
     of_queries = torch.tensor([[0, 0, 1, 3, 3], [1, 1, 1, 2, 2]], dtype=torch.int32)
     of_keys = torch.tensor([[0, 0, 0, 2, 3, 3, 3], [0, 1, 2, 2, 2, 2, 2]], dtype=torch.int32)
     functions: dict[str, Any] = {"unfused": UnfusedAttention(), "sdpa_math": sdpa_math, "triton": triton_attention}
-    outcomes = []
+    outcomes: list[list[Any]] = []
     for function in (functions[backend], reference_backend):
         tensors = _inputs(5, 7)
         packed = PackedSequences.from_query_and_key_documents(of_queries, of_keys, dtype=torch.float32)

@@ -293,7 +293,7 @@ def test_generation_of_any_length(length: int) -> None:
     whole = model(tokens)[:, :length]
     attended: list[int] = []
     for layer in layers_of(model):
-        layer.attention.qkv.register_forward_hook(lambda *call: attended.append(call[-1].shape[1]))
+        layer.attention.qkv.register_forward_hook(lambda _layer, _inputs, output: attended.append(output.shape[1]))
     ours = model(tokens[:, :length])
     assert attended == [max(2, length)] * 2  # cuDNN takes no single token
     assert ours.shape == whole.shape

@@ -276,9 +276,9 @@ class Casts(TorchDispatchMode):
 
     count = 0
 
-    def __torch_dispatch__(self, operation: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
-        self.count += operation is torch.ops.aten._to_copy.default and options.get("dtype") is torch.bfloat16
-        return operation(*arguments, **(options or {}))
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten._to_copy.default and kwargs.get("dtype") is torch.bfloat16
+        return func(*args, **(kwargs or {}))
 
 
 def test_graphs_share_no_casts_of_autocast() -> None:

@@ -137,7 +137,8 @@ def obeyed_world(cure: str, mesh: ParallelLayout, devices: int) -> tuple[Paralle
             devices = int(value)
         else:
             axis = path.removeprefix("model.").removesuffix("_parallel_size").removesuffix("_model")
-            mesh = replace(mesh, **{axis: int(value)})
+            change: dict[str, Any] = {axis: int(value)}
+            mesh = replace(mesh, **change)
     return mesh, devices
 
 

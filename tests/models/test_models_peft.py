@@ -234,7 +234,7 @@ def test_a_gated_mlp_is_one_operation_in_training(
     family: str, how: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By the kernel, in the interpreter: the gradients of its parts; of the experts' layers the shared expert."""
-    changes = {"dtype": torch.float32, "bias": False, **how}
+    changes: dict[str, Any] = {"dtype": torch.float32, "bias": False, **how}
     plain = gradients(model_of(family, "lora", **changes), family)
     runs: list[bool] = []
     function = lora_mlp.lora_gated_mlp
@@ -262,7 +262,8 @@ def test_a_gated_mlp_is_one_operation_in_training(
 def test_what_is_not_one_operation(changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lora_mlp, "lora_gated_mlp_runs_on", lambda *_: True)
     monkeypatch.setattr(lora_mlp, "lora_gated_mlp", lambda *_, **__: pytest.fail("it is none"))
-    gradients(model_of("gpt", "lora", **{"bias": False, **changes}), "gpt")
+    changes = {"bias": False, **changes}
+    gradients(model_of("gpt", "lora", **changes), "gpt")
     for less in ({"adapter_dropout": 0.1}, {"target_modules": ["mlp_fc1"]}, {"target_modules": ["mlp_fc2"]}):
         peft = {"lora_tuning": {**SCHEMES["lora"]["lora_tuning"], **less}}
         gradients(model_of("gpt", "lora", peft=peft, bias=False), "gpt")

@@ -245,8 +245,8 @@ class LargestTensor(TorchDispatchMode):
 
     entries = 0
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = function(*args, **(kwargs or {}))
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
         for tensor in result if isinstance(result, tuple | list) else [result]:
             if isinstance(tensor, Tensor):
                 self.entries = max(self.entries, tensor.numel())
@@ -357,8 +357,8 @@ def test_flash_and_unfused_equal_the_definition(
     expected = counts * defined(attention, case, kind, hidden, visible(causal, padding, documents), causal)
     expected_gradients = gradients_of(expected, upstream, leaves)
     for name in functions:
-        terms = case.score_positions and case.score_positions(TOKENS, TOKENS)
-        rotary = case.rotary and case.rotary(TOKENS)
+        terms = None if case.score_positions is None else case.score_positions(TOKENS, TOKENS)
+        rotary = None if case.rotary is None else case.rotary(TOKENS)
         output = counts * attention(hidden, LayerContext(name, rotary, terms, packed, padding))
         torch.testing.assert_close(output, expected, rtol=1e-11, atol=1e-11)
         for ours, theirs in zip(gradients_of(output, upstream, leaves), expected_gradients, strict=True):

@@ -16,6 +16,8 @@ from tiers import extra, full_only
 from torch.utils.data import DataLoader
 
 import stoker
+from stoker.trainer.config.schema.optim import build_schedule
+from stoker.trainer.core.training_state import build_optimizer
 from stoker.trainer.train import run_training
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Lightning warns of workers, loggers and more
@@ -40,9 +42,9 @@ def configured(*overrides, family="gpt", batch=8, steps=4):
 
 
 def fitted(config, steps=4, resume=None, **arguments):
-    quiet = {"logger": False, "enable_checkpointing": False}
-    options = {"enable_progress_bar": False, "enable_model_summary": False, "limit_val_batches": 1}
-    trainer = pl.Trainer(accelerator="cpu", max_steps=steps, **{**quiet, **options, **arguments})
+    quiet: dict[str, Any] = {"logger": False, "enable_checkpointing": False}
+    quiet |= {"enable_progress_bar": False, "enable_model_summary": False, "limit_val_batches": 1}
+    trainer = pl.Trainer(accelerator="cpu", max_steps=steps, **(quiet | arguments))
     module = MODULES[config.root.model.family](config)
     trainer.fit(module, stoker.TokenDataModule(config), ckpt_path=resume)
     return module
@@ -143,11 +145,11 @@ def test_batches_of_a_loader_of_ones_own_have_their_own_mean():
         accelerator="cpu", max_steps=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
         accumulate_grad_batches=2,
     ).fit(module, batches)  # fmt: skip
-    optimizer = twin.model and stoker.trainer.core.training_state.build_optimizer(twin.run, twin.model)
+    optimizer = twin.model and build_optimizer(twin.run, twin.model)
     for first in (0, 2):
         logits = twin(rows[first : first + 2, :-1])
         (torch.nn.functional.cross_entropy(logits.flatten(0, 1), rows[first : first + 2, 1:].flatten()) / 2).backward()
-    optimizer.set_lr(stoker.trainer.config.schema.optim.build_schedule(config.root.model.optim, 1)(0))
+    optimizer.set_lr(build_schedule(config.root.model.optim, 1)(0))
     optimizer.step()
     for name, weight in twin.model.state_dict().items():
         torch.testing.assert_close(module.model.state_dict()[name], weight, rtol=1e-12, atol=1e-12)

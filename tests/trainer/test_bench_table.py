@@ -78,7 +78,8 @@ def test_file_and_when_it_holds(file: Path, monkeypatch: pytest.MonkeyPatch) -> 
         find_table("B", NOW).ignored == f"{file} is ignored: measured with card A, not B; `stoker bench` measures again"
     )
     for version, other in (("torch", (2, 14)), ("triton", None)):
-        ignored = find_table("A", replace(NOW, **{version: other})).ignored
+        change: dict[str, Any] = {version: other}
+        ignored = find_table("A", replace(NOW, **change)).ignored
         assert f"measured with {version} {'2.13, not 2.14' if other else '3.6, not none;'}" in ignored
     assert find_table("A", NOW, {"STOKER_BENCH": "none"}).table is None, "env_vars of the configuration come first"
     text = file.read_text()

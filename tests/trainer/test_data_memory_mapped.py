@@ -229,8 +229,8 @@ class _Batches(Dataset[Batch]):
     def __init__(self, samples: Any) -> None:
         self.samples = samples
 
-    def __getitem__(self, first: int) -> Batch:
-        return self.samples.batch(first, 2)
+    def __getitem__(self, index: int) -> Batch:
+        return self.samples.batch(index, 2)
 
 
 @pytest.mark.parametrize("processes", [0, *extra(1)])
@@ -243,7 +243,7 @@ def test_loader_processes_get_the_same_samples(tmp_path: Path, processes: int) -
     assert len(pickle.dumps(samples)) < 5000, "nothing large goes to a worker"
     assert len(pickle.dumps(MappedEvaluation([everything(readers[0])], 6))) < 2000
     copy = pickle.loads(pickle.dumps(_Batches(samples)))
-    how = {"num_workers": 1, "multiprocessing_context": "spawn"} if processes else {}
+    how: dict[str, Any] = {"num_workers": 1, "multiprocessing_context": "spawn"} if processes else {}
     loader = DataLoader(copy, batch_size=None, sampler=range(0, 12, 2), **how)
     for batch, wanted in zip(loader, expected, strict=True):
         assert equal(Batch(*batch), wanted)

@@ -172,7 +172,8 @@ def test_t5s_rows_have_no_empty_place(texts: Path) -> None:
 def test_packed_rows_hold_their_pieces_apart(texts: Path) -> None:
     configuration = text_data(texts, **CASES["packed"])
     packed_data = build_data(root(length=256, **configuration))
-    plain = build_data(root(length=256, **{**configuration, "packed_sequence": False}))
+    configuration |= {"packed_sequence": False}
+    plain = build_data(root(length=256, **configuration))
     assert packed_data.validation is not None
     assert plain.validation is not None
     assert packed_data.validation.samples < plain.validation.samples

@@ -114,9 +114,9 @@ def test_parts_without_a_known_bound(parts: dict[str, Any], field: str) -> None:
 
 def test_a_tokenizer_of_unknown_cost_makes_the_same_tokens() -> None:
     """Tokens, offsets and the tokens of the post-processor, also from several threads and in a fork."""
-    post = {"type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "<s>", "type_id": 0}}], "pair": []}
-    post["single"] += [{"Sequence": {"id": "A", "type_id": 0}}]
-    post["pair"] = [*post["single"], {"Sequence": {"id": "B", "type_id": 0}}]
+    single = [{"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
+    post: dict[str, Any] = {"type": "TemplateProcessing", "single": single}
+    post["pair"] = [*single, {"Sequence": {"id": "B", "type_id": 0}}]
     post["special_tokens"] = {"<s>": {"id": "<s>", "ids": [95], "tokens": ["<s>"]}}
     text = definition(pre_tokenizer=split("(?: ?[a-z])+|[0-9]"), normalizer=replace("x", "yz"), post_processor=post)
     ours, theirs = build_json_tokenizer(text, {}), tokenizers.Tokenizer.from_str(text)

@@ -126,7 +126,8 @@ def test_training_is_that_of_gloo(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             return made[-1]
 
         weights = {}
-        for name, builder in (("gloo", lambda *_: None), ("copy engines", build)):
+        builders: dict[str, Any] = {"gloo": lambda *_: None, "copy engines": build}
+        for name, builder in builders.items():
             training_state.build_collectives = builder
             weights[name] = train(tmp_path / f"{name} {rank}", rank, precision, LAYOUTS[layout])
         dist.destroy_process_group()

@@ -291,7 +291,7 @@ def ranks_share_the_layers(harness: ConfigHarness) -> None:
 
     def recomputed(rank: int, **keys: Any) -> list[int]:
         """Layers of a rank that are recomputed in each of four micro batches."""
-        block = {"granularity": "full", "method": "block", "num_layers": 1}
+        block: dict[str, Any] = {"granularity": "full", "method": "block", "num_layers": 1}
         resolved = run(**{f"activations_checkpoint_{name}": value for name, value in block.items()}, **keys)
         stage, recompute = split(resolved).stages(4)[rank], resolved.family.stacks[0].recompute
         assert recompute is not None
@@ -501,7 +501,7 @@ def loggers_get_their_settings(harness: ConfigHarness) -> None:
         def __init__(self, run: LoggedRun, directory: Path, resumed_at: int, block: str) -> None:
             made[block] = getattr(run.keys, block).model_dump()
 
-        def log(self, step: int, figures: Any, group: str) -> None: ...
+        def log(self, step: int, metrics: Any, group: str) -> None: ...
 
         def close(self, *, failed: bool) -> None: ...
 

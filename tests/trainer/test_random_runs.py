@@ -1,6 +1,7 @@
 """Random combinations of plausible values, through the command line: each trains a step, or exits 2 naming a key."""
 
 import random
+from typing import get_args
 
 import pytest
 from tiers import TIER, full_only
@@ -31,7 +32,7 @@ POOLS = {
     "model.num_query_groups": ["null", 1, 2, 3],
     "model.normalization": ["layernorm", "layernorm1p", "rmsnorm"],
     "model.layernorm_zero_centered_gamma": ["true", "false"],
-    "model.activation": list(Activation.__args__),
+    "model.activation": list(get_args(Activation)),
     "model.openai_gelu": ["true", "false"],
     "model.bias": ["true", "false"],
     "model.qkv_bias": ["true", "false"],
@@ -39,7 +40,7 @@ POOLS = {
     "model.attention_dropout": [0.0, 0.1],
     "model.ffn_dropout": [0.0, 0.5],
     "model.use_scaled_init_method": ["true", "false"],
-    "model.position_embedding_type": list(PositionEmbedding.__args__),
+    "model.position_embedding_type": list(get_args(PositionEmbedding)),
     "model.rotary_percentage": [0.25, 0.5, 1.0],
     "model.rotary_interleaved": ["true", "false"],
     "model.seq_len_interpolation_factor": ["null", 2.0],
@@ -59,7 +60,7 @@ POOLS = {
     "model.transformer_block_type": ["pre_ln", "post_ln", "normformer", "parallel_ln"],
     "model.normalize_attention_scores": ["true", "false"],
     "model.use_flash_attention": ["null", "true", "false"],
-    "model.attention_backend": list(AttentionBackend.__args__),
+    "model.attention_backend": list(get_args(AttentionBackend)),
     "model.encoder_seq_length": [1, 8, 33],
     "model.max_position_embeddings": ["null", 8, 64],
     "model.make_vocab_size_divisible_by": [1, 128],

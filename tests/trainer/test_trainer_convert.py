@@ -222,7 +222,7 @@ def test_the_tokenizer_comes_along(tmp_path: Path, capsys: pytest.CaptureFixture
     # Where the files are gone, they are written from what the checkpoint knows.
     (tmp_path / "ours" / "tokenizer" / "tokenizer.json").unlink()
     convert(tmp_path / "ours", tmp_path / "again")
-    again = transformers.AutoTokenizer.from_pretrained(tmp_path / "again")
+    again: Any = transformers.AutoTokenizer.from_pretrained(tmp_path / "again")
     assert again("cab", add_special_tokens=False)["input_ids"] == [2, 0, 1]
     assert again.eos_token_id == 29
 

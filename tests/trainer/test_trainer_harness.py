@@ -207,13 +207,15 @@ def test_the_models_own_documents_follow_an_eos(tmp_path: Path) -> None:
     assert (model.max_length, model.prefix_token_id, model.eot_token_id) == (8, 1, 1)
     assert model.tok_encode("ab") == [1, 100, 101]
     assert model.tok_encode("ab", add_special_tokens=False) == [100, 101]
-    for arguments, says in (
+    cases: list[tuple[dict[str, Any], str]] = [
         ({"max_length": 17}, "max_length=17 must be from 1 to 16"),
         ({"batch_size": "many"}, "batch_size=many must be a number"),
         ({"device": "tpu"}, "device=tpu must be one of auto, cpu, cuda, mps"),
-    ):
+    ]
+    for arguments, says in cases:
+        changed: dict[str, Any] = {"device": "cpu", **arguments}
         with pytest.raises(UserError, match=says):
-            StokerLM(tmp_path / "run", **{"device": "cpu", **arguments})
+            StokerLM(tmp_path / "run", **changed)
 
 
 def test_generation_keys_that_do_not_act_are_refused(models: tuple[Path, Path]) -> None:

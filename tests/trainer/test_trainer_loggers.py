@@ -8,6 +8,7 @@ import threading
 from contextlib import suppress
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 from tiny_run import tiny_config
@@ -175,7 +176,7 @@ def test_an_error_in_the_thread_is_raised_once_where_figures_are_logged():
 @pytest.fixture
 def wandb(monkeypatch):
     module = ModuleType("wandb")
-    calls = []
+    calls: list[Any] = []
 
     class LayerChunk:
         def define_metric(self, name, **how):

@@ -221,7 +221,7 @@ def test_the_default_template_of_conversations_is_stored_and_exported(tmp_path: 
     run += ["trainer.accelerator=cpu", f"exp_manager.explicit_log_dir={tmp_path / 'run'}"]
     assert main.main(["train", *run, *data]) == 0
     assert main.main(["convert", str(tmp_path / "run"), str(tmp_path / "hf")]) == 0
-    theirs = AutoTokenizer.from_pretrained(tmp_path / "hf")
+    theirs: Any = AutoTokenizer.from_pretrained(tmp_path / "hf")
     prompt = theirs.apply_chat_template(messages[:1], tokenize=False, add_generation_prompt=True)
     assert prompt == "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n"
     assert theirs.apply_chat_template(messages, tokenize=False).endswith("assistant\nb</s>\n")

@@ -209,7 +209,7 @@ class Composer:
             return
         config_name = config_name.removesuffix(".yml")
         lines = [f"--config-name {config_name}: there is no such file"]
-        for path in filter(os.path.isfile, [*self._yml_files(config_name), Path(f"{config_name}.yml")]):
+        for path in filter(Path.is_file, [*self._yml_files(config_name), Path(f"{config_name}.yml")]):
             lines = [f"--config-name {config_name}: rename {display_path(path)} to {config_name}.yaml"]
         names = self.options("")
         near = closest(config_name, names)

@@ -175,13 +175,13 @@ def _model_schema(trees: Mapping[Family, Schema], definitions: _Definitions, is_
     blocks: dict[str, Schema] = {family: tree["properties"]["model"] for family, tree in trees.items()}
     if len(blocks) > 1:
         blocks[_ANY_FAMILY] = _union(list(blocks.values()))
-    references = []
+    references: list[Schema] = []
     for family, block in blocks.items():
         schema = _block_schema(block, "model", trees, definitions)
         name = f"model{'.yaml' * is_file}@{family}"
         references.append(definitions.add(name, _with_defaults_list(schema) if is_file else schema))
-    *named, chosen = references
-    for family, reference in zip(trees, named, strict=False):
+    chosen: Schema = references.pop()
+    for family, reference in zip(trees, references, strict=False):
         is_named = {"properties": {"family": {"const": family}}, "required": ["family"]}
         chosen = {"if": is_named, "then": reference, "else": chosen}
     return chosen

@@ -128,7 +128,7 @@ class RunConfig:
     def with_provenance(self, provenance: Mapping[str, Any]) -> RunConfig:
         """Return this configuration, made from a document, with the `provenance` of the one that it was saved from."""
         origins = {path: Origin(*parts) for path, parts in provenance["origins"].items()}
-        findings = tuple(Finding(**{**each, "keys": tuple(each["keys"])}) for each in provenance["findings"])
+        findings = tuple(Finding(**(each | {"keys": tuple(each["keys"])})) for each in provenance["findings"])
         return replace(
             self,
             origins=origins,

@@ -26,7 +26,8 @@ class TensorSource(Protocol):
         """Name to dtype and shape."""
         ...
 
-    def read(self, name: str, /) -> Tensor:
+    @property
+    def read(self) -> Callable[[str], Tensor]:
         """Read a tensor to host memory."""
         ...
 

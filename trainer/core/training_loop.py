@@ -218,7 +218,9 @@ def _build_pipeline(run: RunContext, model: LanguageModel) -> Callable[[Callable
 def token_shard(family: Family, mesh: Mesh) -> ShardFields | None:
     """Return a function that selects the tokens of a context-parallel rank; None for one rank."""
     ranks = mesh.context
-    return ranks and partial(shard_batch, rank=ranks.rank, size=ranks.size, causal=family != "bert")
+    if ranks is None:
+        return None
+    return partial(shard_batch, rank=ranks.rank, size=ranks.size, causal=family != "bert")
 
 
 def _shorten(run: RunContext, module: LanguageModule, max_steps: int) -> None:

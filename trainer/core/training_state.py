@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -248,10 +249,10 @@ def build_model(
             peft=run.peft,
             plan=model_plan,
             kinds=call_kinds(run),
-            tensor_parallel=mesh and mesh.tensor,
-            context_parallel=mesh and mesh.context,
-            expert_parallel=mesh and mesh.expert,
-            pipeline_parallel=mesh and mesh.pipeline,
+            tensor_parallel=None if mesh is None else mesh.tensor,
+            context_parallel=None if mesh is None else mesh.context,
+            expert_parallel=None if mesh is None else mesh.expert,
+            pipeline_parallel=None if mesh is None else mesh.pipeline,
         )
     except ValueError as error:
         raise UserError(str(error).splitlines()) from None
@@ -314,6 +315,9 @@ def build_ema(
         for key, shard in optimizer.local_shards().items()
         if key.endswith(".main")
     }
+    of_ranks: dict[str, Any] = {}
+    if data_parallel is not None:
+        of_ranks = {"local_shard": data_parallel.local_shard, "all_gather_weights": data_parallel.gather_weights}
     return EMA(
         trainable_parameters(model),
         main_weights=main_weights,
@@ -323,9 +327,5 @@ def build_ema(
         wait_for_copies=optimizer.synchronize,
         parts=partitions_of(model),
         fp8_weights=fp8_weights,
-        **(
-            {}
-            if data_parallel is None
-            else {"local_shard": data_parallel.local_shard, "all_gather_weights": data_parallel.gather_weights}
-        ),
+        **of_ranks,
     )

@@ -54,7 +54,7 @@ class EvaluationResult:
 
     def to_dict(self) -> dict[str, Any]:
         """Return all figures, for JSON (None if not finite); metrics of the user's own, if any, in `metrics`."""
-        figures = {**asdict(self), "perplexity": self.perplexity, "bits_per_byte": self.bits_per_byte}
+        figures: dict[str, Any] = {**asdict(self), "perplexity": self.perplexity, "bits_per_byte": self.bits_per_byte}
         own = _finite(figures.pop("metrics"))
         return _finite(figures) | ({"metrics": own} if own else {})
 

@@ -53,8 +53,8 @@ def fit(
     environment.set_global_rank(ranks.rank)
     options: dict[str, Any] = {"barebones": True}
     if users or loggers:  # `check_val_every_n_epoch=None`: callbacks check after validations, not after the one epoch
-        options = dict.fromkeys(("enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-        options |= {"logger": list(loggers), "log_every_n_steps": log_every_n_steps}
+        options = {"logger": list(loggers), "log_every_n_steps": log_every_n_steps}
+        options |= dict.fromkeys(("enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
         options |= {"check_val_every_n_epoch": None, "val_check_interval": max_steps}
     with _quiet_lightning():
         trainer = pl.Trainer(

@@ -174,7 +174,7 @@ def _planned(root: RootBlock, target: Target, vocab_size: int | None, layout: Va
         sizes = [size for size in sizes if model.global_batch_size // data // size >= least] or sizes[:1]
     changed = with_values(root, {**layout, "micro_batch_size": sizes[-1]})
     plan = None if rule_errors(changed) else plan_if_valid(changed, target, world, vocab_size)
-    return plan and PlannedRun(changed, target, plan)
+    return None if plan is None else PlannedRun(changed, target, plan)
 
 
 def _differing(root: RootBlock, run: PlannedRun, change: Change) -> Values:

@@ -252,5 +252,5 @@ def _of_run(run: ResolvedRun, software: InstalledSoftware, found: FoundTable) ->
 
 
 def _with_rates(gpu: GPUSpec, found: FoundTable) -> GPUSpec:
-    rates = found.table and found.table.rates
+    rates = None if found.table is None else found.table.rates
     return gpu if rates is None else adjust_to_measured(gpu, rates, found.source)

@@ -164,7 +164,7 @@ class PlannedRun:
         if errors and errors - rule_errors(self.root):
             return None
         plan = plan_if_valid(root, self.target, inputs.ranks, inputs.vocab_size)
-        return plan and Change(own, plan)
+        return None if plan is None else Change(own, plan)
 
 
 def differing(root: RootBlock, values: Values) -> dict[str, Any]:

@@ -105,7 +105,9 @@ def attention(run: RunData) -> Any:
     chosen: list[tuple[str, ...]] = []
     tables: dict[str, dict[str, Any]] = {}
     for choice in run.record["attention"]:
-        rows = [[str(name), str(family), bool(can), run.public(str(why))] for name, family, can, why in choice["rows"]]
+        rows: list[list[Any]] = [
+            [str(name), str(family), bool(can), run.public(str(why))] for name, family, can, why in choice["rows"]
+        ]
         kind, backend = str(choice["kind"]), str(choice["backend"])
         reason = [why for name, _, _, why in rows if name == backend]
         chosen.append((kind, str(choice["call"]), backend, run.public("; ".join([*reason, *choice["notes"]]))))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from operator import attrgetter
 
 from ....models.config.families import keys_by_stack
@@ -141,7 +141,7 @@ def delayed_scaling_is_possible(context: RuleContext) -> Iterator[Finding]:
         )
 
 
-def _delayed(scalings: set[str]) -> str:
+def _delayed(scalings: Set[str]) -> str:
     return "`fp8_recipe` (delayed)" if "delayed" in scalings else "`fp8_dot_product_attention` (True)"
 
 
