@@ -54,7 +54,7 @@ _MODULES = {
     "train": "trainer.api.runs",
 }
 """The module of each public name."""
-__all__ = ["__version__", "kernels", *_MODULES]  # pyright: ignore[reportUnsupportedDunderAll]
+__all__ = ["__version__", "kernels", *_MODULES]
 
 
 def __getattr__(name: str) -> Any:

@@ -40,7 +40,7 @@ _MODULES = {
     "topk_routing": "moe.routing",
 }
 """The module of each public function."""
-__all__ = list(_MODULES)  # pyright: ignore[reportUnsupportedDunderAll]
+__all__ = list(_MODULES)  # pyrefly: ignore[unresolvable-dunder-all]
 
 
 def __getattr__(name: str) -> Any:

@@ -162,4 +162,4 @@ def split_heads(projected: Tensor, bias: Tensor, groups: int) -> tuple[Tensor, T
         bias: ((heads + 2 groups) * head_dim,).
         groups: number of key and value heads.
     """
-    return _SplitHeads.apply(projected, bias, groups)  # type: ignore[return-value]
+    return _SplitHeads.apply(projected, bias, groups)

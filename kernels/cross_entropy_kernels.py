@@ -36,11 +36,11 @@ def _load_logits(
     WHOLE: all columns are tokens. POLICY: eviction policy of the L2 cache.
     """
     if WHOLE:
-        logit = tl.load(row_pointer + column, eviction_policy=POLICY)  # pyright: ignore[reportArgumentType]
+        logit = tl.load(row_pointer + column, eviction_policy=POLICY)
     else:
         # the width of the row as mask, which has whole vectors if it is a multiple of them
         exists = column < padded_vocab
-        logit = tl.load(row_pointer + column, mask=exists, other=0.0, eviction_policy=POLICY)  # pyright: ignore[reportArgumentType]
+        logit = tl.load(row_pointer + column, mask=exists, other=0.0, eviction_policy=POLICY)
     logit = logit.to(tl.float32)
     slope = 1.0
     if CAPPED:

@@ -5,8 +5,8 @@ summed over programs and results do not depend on their order. The scale of an R
 summed beside the products and applied to the result, so that no program waits for a pass over the inputs.
 """
 
-# Triton resolves constexpr conditions at compile time, which pyright does not know:
-# pyright: reportPossiblyUnboundVariable=false, reportArgumentType=false, reportGeneralTypeIssues=false
+# Triton resolves constexpr conditions at compile time, which type checkers do not know:
+# pyrefly: ignore-errors[unbound-name]
 
 from __future__ import annotations
 

@@ -225,4 +225,4 @@ def dropout(values: Tensor, p: float, key: Tensor, rows: Tensor, residual: Tenso
         raise ValueError(f"`rows` ({rows.shape[0]}) must be the places of the rows of {tuple(values.shape)}.")
     if torch.compiler.is_compiling():  # the partitioner recomputes the mask, which depends on nothing that is large
         return reference_dropout(values, residual, key, rows, p)
-    return _Dropout.apply(values, residual, key, rows, p)  # pyright: ignore[reportReturnType]
+    return _Dropout.apply(values, residual, key, rows, p)

@@ -145,5 +145,5 @@ def embedding(tokens: Tensor, weight: Tensor) -> Tensor:
     Where Triton runs, the gradient of `weight` is summed in fp32, in the order of the tokens, and rounded once.
     """
     if triton_runs_on(weight) and torch.is_grad_enabled() and weight.requires_grad:
-        return _Embedding.apply(tokens, weight)  # type: ignore[return-value]
+        return _Embedding.apply(tokens, weight)
     return F.embedding(tokens, weight)

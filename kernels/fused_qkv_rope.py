@@ -5,9 +5,6 @@ element is read once and written once, forward and backward: the backward kernel
 writes the gradient of the whole projection.
 """
 
-# Triton's constant conditions decide which names exist:
-# pyright: reportPossiblyUnboundVariable=false
-
 from __future__ import annotations
 
 from typing import Any

@@ -85,7 +85,7 @@ def next_power_of_2(n: int) -> int:
 
 
 @jit
-def pdl_wait(PDL: tl.constexpr):  # pyright: ignore[reportInvalidTypeForm]
+def pdl_wait(PDL: tl.constexpr):
     """Programmatic dependent launch (PDL): let the next kernel start now, then wait until all previous ones are done.
 
     The programs of a kernel start while the previous kernel runs, so the latency of the launch is hidden. The wait ends
@@ -101,7 +101,7 @@ _INTERPRETED_IN_KERNEL = constant(INTERPRETED)
 
 
 @jit
-def rounded(value, dtype: tl.constexpr):  # pyright: ignore[reportInvalidTypeForm]
+def rounded(value, dtype: tl.constexpr):
     """Cast `value` (fp32 or fp64) to `dtype`, rounding to nearest, ties to even; the interpreter truncates to bf16."""
     if _INTERPRETED_IN_KERNEL and dtype == tl.bfloat16:
         bits = value.to(tl.float32).to(tl.uint32, bitcast=True)

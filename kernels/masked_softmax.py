@@ -8,7 +8,6 @@ Masks follow Megatron's FusedScaleMaskSoftmax: True masks out a position. Unlike
 and a zero gradient, and every length, alignment and dtype is supported.
 """
 
-# Triton resolves constexpr conditions at compile time, which pyright does not know:
 from __future__ import annotations
 
 from typing import Any

@@ -1,7 +1,7 @@
 """Triton kernels of `masked_softmax.py` and their launches: several short rows in a program, or a long row in steps."""
 
-# Triton resolves constexpr conditions at compile time, which pyright does not know:
-# pyright: reportPossiblyUnboundVariable=false
+# Triton resolves constexpr conditions at compile time, which type checkers do not know:
+# pyrefly: ignore-errors[unbound-name]
 
 from __future__ import annotations
 

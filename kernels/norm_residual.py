@@ -360,7 +360,7 @@ def norm_residual(
     with torch.no_grad():  # plain PyTorch, which the compiler fuses with preceding operations
         normed = _norm(residual, weight, bias, epsilon=epsilon, zero_centered=zero_centered)
     arguments = residual, weight, bias, output_bias, normed, epsilon, zero_centered, two_outputs
-    residual, normed, *second = _NormResidual.apply(*arguments)  # type: ignore[misc]
+    residual, normed, *second = _NormResidual.apply(*arguments)
     return residual, normed, second[0] if second else None
 
 
@@ -391,5 +391,5 @@ def norm_residual_linear(
     with torch.no_grad():
         normed = _norm(residual, gain, offset, epsilon=epsilon, zero_centered=zero_centered)
     arguments = residual, gain, offset, normed, weight, bias, epsilon, zero_centered
-    residual, projected = _NormResidualLinear.apply(*arguments)  # type: ignore[misc]
+    residual, projected = _NormResidualLinear.apply(*arguments)
     return residual, projected

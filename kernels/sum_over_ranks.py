@@ -39,7 +39,7 @@ def sum_over_ranks_kernel(
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = offsets < size
     total = tl.zeros((BLOCK,), tl.float32)
-    for rank in tl.static_range(RANKS):  # pyright: ignore[reportGeneralTypeIssues]  # unrolled
+    for rank in tl.static_range(RANKS):  # unrolled
         if rank == RANK:
             total += tl.load(own_pointer + offsets, mask=inside, other=0.0).to(tl.float32)
         else:

@@ -140,7 +140,7 @@ def own_initializers(model: nn.Module, seed: int) -> dict[str, Initializer]:
     """Return initializers of the parameters of users' own modules, and set the buffers of these, in at least fp32."""
     found: dict[str, Initializer] = {}
     for prefix, module in model.named_modules():
-        if not isinstance(module, OwnModule):
+        if not isinstance(module, OwnModule):  # pyrefly: ignore[unsafe-overlap]
             continue
         for name, value in module.initial_tensors(key_of(seed, prefix)).items():
             path, _, leaf = name.rpartition(".")

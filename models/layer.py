@@ -327,4 +327,4 @@ def build_layer(
     component = load_extension("block", stack.block)
     if not (isinstance(component, type) and issubclass(component, Layer)):
         raise ExtensionError(f"the block {stack.block} must be a subclass of stoker.Block.")
-    return component(norm=norm, **parts)  # pyright: ignore[reportCallIssue]  it is a Block
+    return component(norm=norm, **parts)  # pyrefly: ignore[unexpected-keyword]  it is a Block

@@ -81,7 +81,7 @@ def summary(runs: Iterable[dict[str, Any]]) -> list[str]:
 
 
 def draw(runs: Iterable[dict[str, Any]], path: Path) -> None:
-    from matplotlib.figure import Figure  # pyright: ignore[reportMissingImports]
+    from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 3.6), layout="constrained", dpi=120)
     axes = figure.subplots()

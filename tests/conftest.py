@@ -55,7 +55,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
         hydra_speedups.install()
     if (run_report := sys.modules.get("stoker.trainer.core.run_report")) is not None:
-        run_report._SAMPLE_SECONDS = 0.05  # type: ignore[attr-defined]
+        run_report._SAMPLE_SECONDS = 0.05  # pyrefly: ignore[missing-attribute]
 
 
 def pytest_collection_finish() -> None:

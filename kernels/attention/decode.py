@@ -7,8 +7,8 @@ reads the group's keys once. Sequence lengths are read on the device: a step nee
 of it stays valid while sequences grow.
 """
 
-# Triton resolves constexpr conditions at compile time, which pyright does not know:
-# pyright: reportPossiblyUnboundVariable=false, reportGeneralTypeIssues=false, reportArgumentType=false
+# Triton resolves constexpr conditions at compile time, which type checkers do not know:
+# pyrefly: ignore-errors[unbound-name]
 
 from __future__ import annotations
 

@@ -5,9 +5,6 @@ early blocks compute little but write as much as all others, stay balanced. Full
 without being computed.
 """
 
-# constexpr conditions are resolved at compile time and tl.static_range is unrolled, which pyright does not know:
-# pyright: reportGeneralTypeIssues=false, reportPossiblyUnboundVariable=false, reportAssignmentType=false
-
 from __future__ import annotations
 
 from typing import Any

@@ -39,8 +39,8 @@ class _Fp8Experts(torch.autograd.Function):
             Source("gather", (hidden, order, places)), recipe.forward, recipe.inputs, columns=needs_up, reduce=reduce,
             margin=recipe.margin,
         )  # fmt: skip
-        up_rows, kept_up = forward_cast(up.flatten(0, 1), casts[:4], recipe, weight_reduce)  # type: ignore[arg-type]
-        down_rows, kept_down = forward_cast(down.flatten(0, 1), casts[4:], recipe, weight_reduce)  # type: ignore[arg-type]
+        up_rows, kept_up = forward_cast(up.flatten(0, 1), casts[:4], recipe, weight_reduce)  # pyrefly: ignore[bad-argument-type]
+        down_rows, kept_down = forward_cast(down.flatten(0, 1), casts[4:], recipe, weight_reduce)  # pyrefly: ignore[bad-argument-type]
         assert rows.rows is not None
         projected, _ = grouped_scaled_matmul(rows.rows, up_rows, ends, up.shape[1], hidden.dtype, **options)
         found: tuple[Tensor | None, Tensor | None] = (None, None)

@@ -102,8 +102,8 @@ def _grouped(
     a: Tensor, a_scale: Tensor, a_granularity: str, b: Tensor, b_scale: Tensor, b_granularity: str, ends: Tensor,
     width: int, out_dtype: torch.dtype, fast_accumulation: bool, multiple: int, row_amax: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    left: Any = Quantized(a, a_scale, a_granularity)  # type: ignore[arg-type]
-    right: Any = Quantized(b, b_scale, b_granularity)  # type: ignore[arg-type]
+    left: Any = Quantized(a, a_scale, a_granularity)  # pyrefly: ignore[bad-argument-type]
+    right: Any = Quantized(b, b_scale, b_granularity)  # pyrefly: ignore[bad-argument-type]
     if _use_triton(a, out_dtype):
         hopper = uses_hopper(left, right, out_dtype, multiple, a.shape[1], width)
         launch = hopper_grouped_fp8 if hopper else triton_grouped_fp8
@@ -132,8 +132,8 @@ def _outer(
     a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, granularity: str, ends: Tensor, out_dtype: torch.dtype,
     fast_accumulation: bool, multiple: int,
 ) -> Tensor:  # fmt: skip
-    left: Any = Quantized(a, a_scale, granularity)  # type: ignore[arg-type]
-    right: Any = Quantized(b, b_scale, granularity)  # type: ignore[arg-type]
+    left: Any = Quantized(a, a_scale, granularity)  # pyrefly: ignore[bad-argument-type]
+    right: Any = Quantized(b, b_scale, granularity)  # pyrefly: ignore[bad-argument-type]
     if _use_triton(a, out_dtype):
         hopper = uses_hopper(left, right, out_dtype, multiple, a.shape[0], b.shape[0])
         launch = hopper_grouped_fp8_outer if hopper else triton_grouped_fp8_outer

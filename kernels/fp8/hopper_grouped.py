@@ -4,9 +4,8 @@ Persistent grid; one producer warp group loads by TMA, two consumers multiply 64
 the next tile is multiplied. Experts begin at multiples of 128 rows.
 """
 
-# Gluon functions are compiled by Triton, and pyright cannot check their types:
-# pyright: reportPossiblyUnboundVariable=false, reportGeneralTypeIssues=false, reportArgumentType=false
-# pyright: reportAttributeAccessIssue=false, reportAssignmentType=false, reportOperatorIssue=false
+# Gluon functions are compiled by Triton, and type checkers cannot follow them:
+# pyrefly: ignore-errors[bad-argument-type, bad-assignment, not-iterable, unbound-name, unsupported-operation]
 
 from __future__ import annotations
 

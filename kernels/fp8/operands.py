@@ -99,7 +99,7 @@ def empty_cast(
     like: Tensor, height: int, width: int, format: str, granularity: str, wanted: bool
 ) -> tuple[Tensor, Tensor]:
     """Return uninitialized data and scale of a cast (height, width), in the layout of `Quantized`."""
-    dtype = DTYPES[format]  # type: ignore[index]
+    dtype = DTYPES[format]  # pyrefly: ignore[bad-index]
     if not wanted:
         return like.new_empty(0, dtype=dtype), like.new_empty(0, dtype=torch.float32)
     data = like.new_empty(height, width, dtype=dtype)

@@ -100,8 +100,8 @@ def _cast(
             continue
         if len(results):
             matrix = F.pad(matrix, (0, padding(matrix.shape[1], granularity)))
-        results += reference_cast(matrix, amax, kind, granularity, margin)  # type: ignore[arg-type]
-    return *results, row_dots(producer, tensors, activation)  # type: ignore[return-value]
+        results += reference_cast(matrix, amax, kind, granularity, margin)  # pyrefly: ignore[bad-argument-type]
+    return *results, row_dots(producer, tensors, activation)  # pyrefly: ignore[bad-return]
 
 
 @torch.library.register_fake("stoker::fp8_cast")

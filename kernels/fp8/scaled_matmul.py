@@ -17,7 +17,7 @@ from .grouped import triton_grouped_fp8
 from .operands import Quantized, dequantize
 from .recipe import TILE, Granularity
 
-_torch_scaled_mm: Any = torch._scaled_mm  # pyright: ignore[reportPrivateImportUsage]
+_torch_scaled_mm: Any = torch._scaled_mm
 
 
 @custom_op("stoker::fp8_scaled_matmul")
@@ -25,7 +25,7 @@ def _scaled_matmul(
     a: Tensor, a_scale: Tensor, a_granularity: str, b: Tensor, b_scale: Tensor, b_granularity: str,
     out_dtype: torch.dtype, fast_accumulation: bool,
 ) -> Tensor:  # fmt: skip
-    left, right = Quantized(a, a_scale, a_granularity), Quantized(b, b_scale, b_granularity)  # type: ignore[arg-type]
+    left, right = Quantized(a, a_scale, a_granularity), Quantized(b, b_scale, b_granularity)  # pyrefly: ignore[bad-argument-type]
     if not (a.numel() and b.numel()):
         return a.new_zeros(a.shape[0], b.shape[0], dtype=out_dtype)
     if a.is_cuda and out_dtype != torch.float64:

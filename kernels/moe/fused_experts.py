@@ -200,7 +200,7 @@ def _(
     frozen: bool = others[-1]
     present = (projected, down, down_bias)
     found = (gradient.new_empty(0 if frozen or each is None else each.shape) for each in present)
-    return hidden.new_empty(hidden.shape), gates.new_empty(gates.shape), *found  # type: ignore[return-value]
+    return hidden.new_empty(hidden.shape), gates.new_empty(gates.shape), *found  # pyrefly: ignore[bad-return]
 
 
 @custom_op("stoker::moe_experts_up_gradients")

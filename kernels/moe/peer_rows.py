@@ -79,7 +79,7 @@ def send_kernel(
         for begin in range(0, width, BLOCK):
             column = begin + tl.arange(0, BLOCK)
             value = tl.load(rows_pointer + row * width + column, mask=column < width, other=0.0)
-            for copy in tl.static_range(COPIES):  # pyright: ignore[reportGeneralTypeIssues]
+            for copy in tl.static_range(COPIES):
                 target = tl.load(targets_pointer + row * COPIES + copy)
                 used = target >= 0
                 address = tl.load(addresses_pointer + tl.where(used, target // capacity, 0))

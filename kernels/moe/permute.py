@@ -84,7 +84,7 @@ def combine_kernel(
     total = tl.zeros((BLOCK,), tl.float32)
     if HAS_RESIDUAL:
         total += tl.load(residual_pointer + token * width + column, mask=inside, other=0.0).to(tl.float32)
-    for slot in tl.static_range(TOPK):  # pyright: ignore[reportGeneralTypeIssues]
+    for slot in tl.static_range(TOPK):
         place = tl.load(places_pointer + token * TOPK + slot).to(tl.int64)
         value = tl.load(
             rows_pointer + place * width + column, mask=column < tl.where(place >= 0, width, 0), other=0.0

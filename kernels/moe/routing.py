@@ -363,4 +363,4 @@ def attach_auxiliary_loss(tensor: Tensor, loss: Tensor, scale: Tensor) -> Tensor
     for name, value in (("loss", loss), ("scale", scale)):
         if value.ndim:
             raise ValueError(f"`{name}` must be a scalar, but has the shape {tuple(value.shape)}.")
-    return _WithLossGradient.apply(tensor, loss, scale)  # type: ignore[no-any-return]
+    return _WithLossGradient.apply(tensor, loss, scale)

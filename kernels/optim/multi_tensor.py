@@ -52,7 +52,7 @@ def load_array_pointer(
     table_pointer, tensors, tensor, COLUMN: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr
 ):
     """Return the pointer stored in a column of the table."""
-    pointer = tl.load(table_pointer + COLUMN * tensors + tensor).to(tl.pointer_type(DTYPE))  # pyright: ignore[reportArgumentType]
+    pointer = tl.load(table_pointer + COLUMN * tensors + tensor).to(tl.pointer_type(DTYPE))
     if ALIGNED:
         pointer = tl.multiple_of(pointer, 16)
     return pointer

@@ -282,5 +282,5 @@ def _layers(numbers: list[int] | None) -> LayerSelection:
 
 def _projections(names: Sequence[str]) -> Iterator[Projection]:
     for name in names:
-        group: tuple[Projection, ...] = _GROUPS.get(name, (name,))  # type: ignore[arg-type]
+        group: tuple[Projection, ...] = _GROUPS.get(name, (name,))  # pyrefly: ignore[bad-assignment]
         yield from group

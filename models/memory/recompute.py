@@ -61,7 +61,7 @@ def run_with_recompute(
         inputs: of `run`; tensors among them pass through saved-tensor hooks.
         options: of `run`.
     """
-    return checkpoint(run, *inputs, use_reentrant=False, preserve_rng_state=preserve_rng_state, **options)
+    return checkpoint(run, *inputs, use_reentrant=False, preserve_rng_state=preserve_rng_state, **options)  # pyrefly: ignore[bad-argument-type]
 
 
 def run_with_recomputed_input(

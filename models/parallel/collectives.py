@@ -248,17 +248,17 @@ def sum_shared_gradient(vector: Tensor, shared: Sequence[SharedRows], ranks: Ten
     """Return a parameter (rows, ...) whose gradient is summed over the ranks that share some of its rows."""
     if not shared:
         return vector
-    return _SumSharedGradient.apply(vector, ranks.rank, ranks.size, ranks.group, shared)  # pyright: ignore[reportReturnType]
+    return _SumSharedGradient.apply(vector, ranks.rank, ranks.size, ranks.group, shared)
 
 
 def reduce_partial(partial: Tensor, ranks: TensorParallel) -> Tensor:
     """Return the sum of the ranks' partial results."""
-    return _ReducePartial.apply(partial, ranks.group)  # pyright: ignore[reportReturnType]
+    return _ReducePartial.apply(partial, ranks.group)
 
 
 def reduce_scatter_tokens(partial: Tensor, ranks: TensorParallel) -> Tensor:
     """Return this rank's share (1, batch * tokens / ranks, channels) of the sum of (batch, tokens, channels)."""
-    return _ReduceScatterTokens.apply(partial, ranks.size, ranks.group)  # pyright: ignore[reportReturnType]
+    return _ReduceScatterTokens.apply(partial, ranks.size, ranks.group)
 
 
 def shard_tokens(tokens: Tensor, ranks: TensorParallel) -> Tensor:
@@ -273,7 +273,7 @@ def shard_tokens(tokens: Tensor, ranks: TensorParallel) -> Tensor:
             f"`tokens` ({batch} x {length}, with those of a prompt) must be a multiple of the {ranks.size} ranks of "
             "sequence parallelism; pad the samples."
         )
-    return _ShardTokens.apply(tokens, ranks.rank, ranks.size, ranks.group)  # pyright: ignore[reportReturnType]
+    return _ShardTokens.apply(tokens, ranks.rank, ranks.size, ranks.group)
 
 
 def unshard_tokens(tokens: Tensor, ranks: TensorParallel, batch: int) -> Tensor:
@@ -305,7 +305,7 @@ def column_linear(
     """
     tensors = autocast(hidden, weight, bias)
     place = ranks.rank, ranks.size, ranks.group
-    return _ColumnLinear.apply(*tensors, *place, gathers, ranks.overlap_gather, shared)  # pyright: ignore[reportReturnType]
+    return _ColumnLinear.apply(*tensors, *place, gathers, ranks.overlap_gather, shared)
 
 
 class _OverlappedRowLinear(torch.autograd.Function):
@@ -348,7 +348,7 @@ def row_linear(hidden: Tensor, weight: Tensor, ranks: TensorParallel) -> Tensor:
     if ranks.shards_tokens and (ranks.overlap_gather or ranks.overlap_scatter):
         tensors = autocast(hidden, weight)
         overlap = ranks.overlap_gather, ranks.overlap_scatter
-        return _OverlappedRowLinear.apply(*tensors, ranks.size, ranks.group, *overlap)  # pyright: ignore[reportReturnType]
+        return _OverlappedRowLinear.apply(*tensors, ranks.size, ranks.group, *overlap)
     return sum_partial(F.linear(hidden, weight), ranks)
 
 
@@ -434,4 +434,4 @@ def lora_column_linear(
     """
     tensors = autocast(hidden, weight, bias, lora_a, lora_b)
     place = ranks.rank, ranks.size, ranks.group
-    return _LoRAColumnLinear.apply(*tensors, scale, tuple(parts), *place, gathers, shared)  # pyright: ignore[reportReturnType]
+    return _LoRAColumnLinear.apply(*tensors, scale, tuple(parts), *place, gathers, shared)

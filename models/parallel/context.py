@@ -207,4 +207,4 @@ def unshard_sequences(tokens: Tensor, shard: SequenceShard) -> Tensor:
 
     The gradients of the ranks are parts of a sum, or each is its share of the same.
     """
-    return _UnshardSequences.apply(tokens, shard)  # pyright: ignore[reportReturnType]
+    return _UnshardSequences.apply(tokens, shard)

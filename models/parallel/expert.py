@@ -157,7 +157,7 @@ class InFlight(NamedTuple):
 
     def wait(self) -> Tensor:
         """Return the rows that have arrived."""
-        return _Receive.apply(*self)  # pyright: ignore[reportReturnType]
+        return _Receive.apply(*self)
 
 
 def start(rows: Tensor, exchange: Exchange) -> InFlight:

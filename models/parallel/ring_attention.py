@@ -101,7 +101,7 @@ class RingAttention:
             self.zigzag, self.flash, inputs.dropout_p,
         )  # fmt: skip
         biases = inputs.distance_bias, inputs.alibi_slopes, inputs.key_padding_mask, inputs.rng
-        return _Ring.apply(options, *inputs[:3], *biases, *documents)  # pyright: ignore[reportReturnType]
+        return _Ring.apply(options, *inputs[:3], *biases, *documents)
 
 
 class RingOptions(NamedTuple):

@@ -133,7 +133,7 @@ def vocabulary_parallel_loss(
     smoothing = label_smoothing * valid_vocab / (valid_vocab - 1) if label_smoothing else 0.0
     chunk = chunk_tokens or default_chunk_tokens(len(weight), cuda=hidden.is_cuda)
     options = LossOptions(valid_vocab, smoothing, softcap, ignore_index, chunk)
-    return _VocabularyParallelLoss.apply(hidden, weight, bias, labels, denominator, ranks, options)  # pyright: ignore[reportReturnType]
+    return _VocabularyParallelLoss.apply(hidden, weight, bias, labels, denominator, ranks, options)
 
 
 # ---------------------------------------------------------------- cost

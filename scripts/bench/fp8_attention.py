@@ -34,7 +34,7 @@ def milliseconds(function: Callable[[], object]) -> float:
     """Return the median device time of a call."""
     from triton.testing import do_bench
 
-    return float(do_bench(function, warmup=100, rep=400, return_mode="median"))  # type: ignore[arg-type]
+    return float(do_bench(function, warmup=100, rep=400, return_mode="median"))  # pyrefly: ignore[bad-argument-type]
 
 
 def core(batch: int, length: int) -> None:
@@ -88,7 +88,7 @@ def layer(batch: int, length: int) -> None:
         state = build_delayed_scaling(model, DEVICE)
 
         def step(model: torch.nn.Module = model) -> None:
-            model.batch_loss({"tokens": tokens, "labels": tokens}, float(tokens.numel())).backward()  # type: ignore[operator]
+            model.batch_loss({"tokens": tokens, "labels": tokens}, float(tokens.numel())).backward()  # pyrefly: ignore[not-callable]
             model.zero_grad(set_to_none=True)
 
         for number in range(5):

@@ -38,7 +38,7 @@ def milliseconds(function: Callable[[], object]) -> float:
     """Return the median device time of a call."""
     from triton.testing import do_bench
 
-    return float(do_bench(function, warmup=10, rep=60, return_mode="median"))  # type: ignore[arg-type]
+    return float(do_bench(function, warmup=10, rep=60, return_mode="median"))  # pyrefly: ignore[bad-argument-type]
 
 
 def random(*shape: int) -> Tensor:
@@ -116,7 +116,7 @@ def operands(recipe: Fp8Recipe, tokens: int, depth: int, width: int) -> dict[str
     weight = quantize(random(width, depth), "e4m3", recipe.weights)
     outer = quantize(random(tokens, width), "e5m2" if recipe.backward == "e5m2" else "e4m3", recipe.inputs)
     pairs = {"forward": (inputs[0], weight[0]), "dgrad": (outer[0], weight[1]), "wgrad": (outer[1], inputs[1])}
-    return pairs  # type: ignore[return-value]
+    return pairs  # pyrefly: ignore[bad-return]
 
 
 def matmuls(tokens: int) -> None:

@@ -78,7 +78,7 @@ def hf_lora(
         base: Any = LlamaForCausalLM(LlamaConfig(**config_values))
     base.to(torch.bfloat16)
     if liger:
-        from liger_kernel.transformers import apply_liger_kernel_to_llama  # pyright: ignore[reportMissingImports]
+        from liger_kernel.transformers import apply_liger_kernel_to_llama
 
         in_layers = compiled == "no"
         apply_liger_kernel_to_llama(model=base, rope=in_layers, rms_norm=in_layers, swiglu=in_layers)

@@ -160,7 +160,7 @@ def ours(implementation: Implementation) -> Callable[[Tensors], Function]:
 
 
 def liger(tensors: Tensors) -> Function:
-    from liger_kernel.ops.fused_moe import LigerFusedMoEFunction  # pyright: ignore[reportMissingImports]
+    from liger_kernel.ops.fused_moe import LigerFusedMoEFunction
 
     experts = tensors.experts.int()
     return lambda hidden, gates, up, down: LigerFusedMoEFunction.apply(hidden, up, down, experts, gates)
@@ -436,7 +436,7 @@ def compile_ahead(processes: int, only: list[str]) -> None:
 
 def compile_part(part: int, parts: int, only: list[str]) -> None:
     """Compile a part of the tiles of Liger's autotuners; fewer experts and tokens give the same code."""
-    from liger_kernel.ops import fused_moe_kernels  # pyright: ignore[reportMissingImports]
+    from liger_kernel.ops import fused_moe_kernels
     from triton.runtime.autotuner import Autotuner
 
     for kernel in vars(fused_moe_kernels).values():

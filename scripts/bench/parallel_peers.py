@@ -7,8 +7,6 @@ balance the load of experts by force.
 `Step` is a whole optimizer step.
 """
 
-# pyright: reportMissingImports=false
-
 from __future__ import annotations
 
 import dataclasses

@@ -13,7 +13,7 @@ from typing import Literal
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, _foreach_copy_, nn  # pyright: ignore[reportPrivateImportUsage]
+from torch import Tensor, _foreach_copy_, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 Step = Callable[[Tensor, Tensor], Tensor]

@@ -111,7 +111,7 @@ def hf_t5(shape: Shape, *, attention: str, compiled: bool) -> Step:
 
 def nano_t5(shape: Shape) -> Step:
     """Train step of nanoT5's own T5 (`klass: local_t5`), compiled, with its bf16 activations and its loss."""
-    import t5_model  # pyright: ignore[reportMissingImports]
+    import t5_model
     from transformers import T5Config
 
     # nanoT5 takes these two from transformers, which has dropped them: biases (B, 1, queries or 1, keys)
@@ -140,8 +140,8 @@ def fat5(shape: Shape, *, compiled: bool) -> Step:
 
     Its Triton norm and loss are not used where it is compiled: torch 2.11 refuses to compile the norm.
     """
-    from src.model.configuration_flash_t5 import FlashT5Config  # pyright: ignore[reportMissingImports]
-    from src.model.modeling_flash_t5 import (  # pyright: ignore[reportMissingImports]
+    from src.model.configuration_flash_t5 import FlashT5Config
+    from src.model.modeling_flash_t5 import (
         FlashT5ForConditionalGeneration,
     )
 

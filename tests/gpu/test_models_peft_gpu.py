@@ -41,7 +41,7 @@ def model_of(family: str, device: str, dtype: torch.dtype, **changes: Any) -> La
 def gradients(model: LanguageModel, device: str) -> dict[str, Tensor]:
     batch = {name: tensor.to(device) for name, tensor in batch_of("gpt").items()}
     model.train().batch_loss(batch, 10.0).backward()
-    return {name: parameter.grad.double().cpu() for name, parameter in trainable_parameters(model).items()}  # type: ignore[union-attr]
+    return {name: parameter.grad.double().cpu() for name, parameter in trainable_parameters(model).items()}  # pyrefly: ignore[missing-attribute]
 
 
 def error(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
@@ -81,7 +81,7 @@ def test_the_operation_is_its_reference(parts: tuple[int, ...]) -> None:
         learnt = [tensor.requires_grad_() for tensor in (inputs, down, up)]
         output = function(inputs, weight, None, down, up, scale=2.0, parts=parts)
         output.square().sum().backward()
-        found.append([tensor.double() for tensor in (output.detach(), *(tensor.grad for tensor in learnt))])  # type: ignore[union-attr]
+        found.append([tensor.double() for tensor in (output.detach(), *(tensor.grad for tensor in learnt))])  # pyrefly: ignore[missing-attribute]
     for ours, theirs, truth in zip(*found, strict=True):
         assert (ours - truth).square().mean() <= 1.25**2 * (theirs - truth).square().mean() + 1e-12
 

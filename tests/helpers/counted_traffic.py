@@ -152,12 +152,12 @@ def _compare_step(directory: Path, ranks: Any, changes: dict[str, Any]) -> dict[
         "exp_manager__create_checkpoint_callback": False, "exp_manager__checkpoint_callback_params": {},
         "exp_manager__resume_if_exists": False,
     }  # fmt: skip
-    module_class.training_step = count  # type: ignore[method-assign]
+    module_class.training_step = count  # pyrefly: ignore[bad-assignment]
     try:
         config = tiny_config(directory, **(quick | changes))
         run_training(config, ranks)
     finally:
-        module_class.training_step = training_step  # type: ignore[method-assign]
+        module_class.training_step = training_step
     run = resolve_run(config.root, world_size=ranks.world_size)
     _check_sent(sent, run, ranks.rank)
     _check_experts(models[0], run.mesh, ranks.rank)

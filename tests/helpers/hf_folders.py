@@ -111,7 +111,7 @@ def random_model(name: str, dtype: torch.dtype = torch.float32) -> transformers.
     generator = torch.Generator().manual_seed(7)
     for parameter in model.parameters():
         parameter.data.normal_(0, 0.3, generator=generator)
-    return model.to(dtype).eval()  # type: ignore[arg-type]
+    return model.to(dtype).eval()  # pyrefly: ignore[bad-argument-type]
 
 
 def save(model: transformers.PreTrainedModel, folder: Path, **options: Any) -> Path:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import _create_work_from_future  # pyright: ignore[reportAttributeAccessIssue]
+from torch._C._distributed_c10d import _create_work_from_future  # pyrefly: ignore[missing-module-attribute]
 from torch.futures import Future
 
 _REDUCES = {

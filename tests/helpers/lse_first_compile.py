@@ -66,7 +66,7 @@ def attention(variant: Variant) -> tuple[Any, dict[str, Any], dict[str, Any]]:
     from stoker.kernels.attention.lse_first.tile_configs import stage_config
 
     dtype = torch.float32 if variant.dtype == "fp32" else torch.bfloat16
-    config = stage_config(variant.kind, variant.width, dtype, variant.capability)  # pyright: ignore[reportArgumentType]
+    config = stage_config(variant.kind, variant.width, dtype, variant.capability)  # pyrefly: ignore[bad-argument-type]
     constants = {
         "HEAD_DIM": variant.width,
         "BLOCK_D": 1 << (variant.width - 1).bit_length(),

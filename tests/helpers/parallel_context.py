@@ -47,7 +47,7 @@ def _context_ranks(rank: int, size: int, exchange: str, neighbours: int, tensor_
             if rank in members:
                 names[kind] = group.group_name
     tensor = TensorParallel(place.tensor, tensor_ranks, names["tensor"], sequence=True) if tensor_ranks > 1 else None
-    split = ContextSplit(layout.context, exchange, neighbours)  # type: ignore[arg-type]
+    split = ContextSplit(layout.context, exchange, neighbours)  # pyrefly: ignore[bad-argument-type]
     if exchange != "a2a+p2p":
         return tensor, ContextParallel(place.context, split, names["context"])
     return tensor, ContextParallel(place.context, split, names["context"], names["heads"], names["ring"])
@@ -164,7 +164,7 @@ def _attention_calls(rank: int, size: int, changes: dict[str, Any], samples: str
         record(inputs)
         return attend(inputs, **options)
 
-    ring_attention.attend_to_block = attend_and_record  # type: ignore[assignment]
+    ring_attention.attend_to_block = attend_and_record
     for path, module in model.named_modules():
         if isinstance(module, Attention):
             name = "cross " if "cross" in path else f"{path.split('.')[0]} " if family == "t5" else ""

@@ -39,7 +39,7 @@ def extra(*values: T) -> tuple[T, ...]:
 
 def full_only(test: Test) -> Test:
     """The outermost decorator of a test that the fast tier does not collect."""
-    return None if TIER == "fast" else test  # type: ignore[return-value]
+    return None if TIER == "fast" else test  # pyrefly: ignore[bad-return]
 
 
 def examples(full: int) -> settings:
@@ -73,7 +73,7 @@ def looped(names: str | tuple[str, ...], values: Iterable[Any]) -> Callable[[Cal
                 raise BaseExceptionGroup(f"{len(failures)} of {len(values)} cases of {test.__name__}", failures)
 
         parameters = [parameter for name, parameter in signature.parameters.items() if name not in keys]
-        run.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+        run.__signature__ = signature.replace(parameters=parameters)  # pyrefly: ignore[missing-attribute]
         return run
 
     return decorate

@@ -187,7 +187,7 @@ def test_recomputation_is_the_same(reentrant: bool, device: str) -> None:
     assert torch.equal(out, expected_out)
     names = "qkv" if reentrant else (*"qkv", "distance_bias")  # reentrant: tensors in positions only
     for name, gradient in zip(names, expected, strict=False):
-        assert torch.equal(fresh.tensors[name].grad, gradient)  # pyright: ignore[reportArgumentType]
+        assert torch.equal(fresh.tensors[name].grad, gradient)  # pyrefly: ignore[bad-argument-type]
 
 
 @full_only

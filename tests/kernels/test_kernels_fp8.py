@@ -155,7 +155,7 @@ def test_kernels_round_as_the_reference_does(granularity: Granularity, spoiled: 
             assert got.stride() == expected.stride()
             assert spoiled or torch.equal(got.float(), expected.float())
         for first in (0, 2):
-            got, expected = (dequantize(Quantized(*of[first : first + 2], granularity)) for of in results)  # pyright: ignore[reportCallIssue]
+            got, expected = (dequantize(Quantized(*of[first : first + 2], granularity)) for of in results)  # pyrefly: ignore[bad-argument-count, bad-argument-type]
             assert torch.equal(got.isfinite(), expected.isfinite())
             assert torch.equal(got[got.isfinite()], expected[got.isfinite()])
             assert spoiled == (not got.isfinite().all())
@@ -298,7 +298,7 @@ def linear_and_gradients(function: Callable[..., Tensor], *tensors: Tensor) -> t
 def linear_inputs(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
     torch.manual_seed(0)
     shapes = (3, 11, 160), (48, 160), (48,)
-    return tuple(torch.randn(shape, dtype=dtype).requires_grad_() for shape in shapes)  # type: ignore[return-value]
+    return tuple(torch.randn(shape, dtype=dtype).requires_grad_() for shape in shapes)  # pyrefly: ignore[bad-return]
 
 
 @pytest.mark.parametrize("wgrad", [True, False])
@@ -403,7 +403,7 @@ def test_a_weight_kept_in_fp8_multiplies_as_its_casts(scaling: Scaling) -> None:
 def test_an_input_that_is_cast_from_its_source_is_not_read(producer: str, scaling: Scaling) -> None:
     recipe = Fp8Recipe(scaling)
     tensors, activation = sources(producer, torch.float64)
-    source = Source(producer, tuple(tensor.double() for tensor in tensors), activation)  # type: ignore[arg-type]
+    source = Source(producer, tuple(tensor.double() for tensor in tensors), activation)  # pyrefly: ignore[bad-argument-type]
     made, _ = produce(producer, list(source.tensors), activation)
     weights = [torch.randn(shape, dtype=torch.float64).requires_grad_() for shape in ((96, 80), (64, 48))]
     unread = torch.full_like(made, torch.nan)
@@ -424,7 +424,7 @@ def test_an_input_that_is_cast_from_its_source_is_not_read(producer: str, scalin
 def mlp_inputs(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
     torch.manual_seed(0)
     shapes = (3, 11, 64), (256, 64), (48, 128)
-    return tuple(torch.randn(shape, dtype=dtype).requires_grad_() for shape in shapes)  # type: ignore[return-value]
+    return tuple(torch.randn(shape, dtype=dtype).requires_grad_() for shape in shapes)  # pyrefly: ignore[bad-return]
 
 
 @pytest.mark.parametrize("scaling", SCALINGS)

@@ -210,7 +210,7 @@ def test_refusals_name_argument_and_reason():
     with pytest.raises(ValueError, match="needs Triton"):
         grouped_matmul(left.double(), matrices.double(), ends, backend="triton")
     with pytest.raises(ValueError, match="one of auto, triton, torch, loop"):
-        grouped_matmul(left, matrices, ends, backend="fast")  # pyright: ignore[reportArgumentType]
+        grouped_matmul(left, matrices, ends, backend="fast")  # pyrefly: ignore[bad-argument-type]
 
 
 # ---------------------------------------------------------------- gather and combine

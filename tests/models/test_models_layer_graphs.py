@@ -40,7 +40,7 @@ def capture_all(model: LanguageModel, build_capture: Callable[[], Capture]) -> l
     for each in model.stacks:
         each.capture_layers(build_capture, fail)
     first = [each.layers[0] for each in model.stacks]
-    return [(layer.route if "route" in vars(layer) else layer.forward).args[0] for layer in first]  # type: ignore[union-attr]
+    return [(layer.route if "route" in vars(layer) else layer.forward).args[0] for layer in first]  # pyrefly: ignore[missing-attribute]
 
 
 def build(keys: GPTKeys | T5Keys, spec: BatchSpec) -> LanguageModel:

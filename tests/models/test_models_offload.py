@@ -273,7 +273,7 @@ def test_what_all_layers_share_stays() -> None:
     model.encoder.register_forward_hook(output_is_there)
     copies = offloaded(model, LAYERS - 1, least_size=0)
     send = copies.copy_to_host
-    copies.copy_to_host = lambda memory, host: (sources.append(memory.data_ptr()), send(memory, host))[1]  # type: ignore[method-assign]
+    copies.copy_to_host = lambda memory, host: (sources.append(memory.data_ptr()), send(memory, host))[1]
     loss = loss_of(model)
     assert addresses
     assert addresses[0] not in sources

@@ -78,8 +78,8 @@ class Attention(nn.Module):
         self.output = nn.Linear(4, 5, bias=False)
         self.norm = nn.LayerNorm(5)
         rows = RankPart(QKV, rank, 4)
-        self.qkv.partitions = {"weight": rows, "bias": rows}  # type: ignore[assignment]
-        self.output.partitions = {"weight": RankPart(Partition(1, (Section(16, 4),)), rank, 4)}  # type: ignore[assignment]
+        self.qkv.partitions = {"weight": rows, "bias": rows}  # pyrefly: ignore[bad-argument-type]
+        self.output.partitions = {"weight": RankPart(Partition(1, (Section(16, 4),)), rank, 4)}  # pyrefly: ignore[bad-argument-type]
         self.default_partition = RankPart(None, rank, 4)
 
 
@@ -98,7 +98,7 @@ def test_forgotten_and_misnamed_partitions_are_errors() -> None:
     with pytest.raises(ValueError, match=r"`default_partition` of the model must be set, since `qkv` has partitions"):
         partitions_of(model)
     model = Attention(0)
-    model.qkv.partitions = {"kernel": RankPart(QKV, 0, 4)}  # type: ignore[assignment]
+    model.qkv.partitions = {"kernel": RankPart(QKV, 0, 4)}  # pyrefly: ignore[bad-argument-type]
     with pytest.raises(ValueError, match=r"`qkv\.partitions` must name parameters or buffers, but names kernel"):
         partitions_of(model)
 

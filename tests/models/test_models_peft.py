@@ -349,7 +349,7 @@ def test_every_linear_layer_has_the_updates_that_are_asked_for() -> None:
 
 
 def test_a_fused_weight_has_one_pair_for_each_projection() -> None:
-    layer = model_of("gpt", "lora").decoder.layers[0]  # type: ignore[union-attr]
+    layer = model_of("gpt", "lora").decoder.layers[0]  # pyrefly: ignore[missing-attribute]
     assert isinstance(layer, Layer)
     assert isinstance(layer.mlp, MLP)
     for module, parts in ((layer.attention.qkv, (16, 8, 8)), (layer.mlp.up, (24, 24)), (layer.mlp.down, (16,))):
@@ -358,7 +358,7 @@ def test_a_fused_weight_has_one_pair_for_each_projection() -> None:
         assert tuple(module.lora_a.shape) == (3 * len(parts), module.in_features)
         assert tuple(module.lora_b.shape) == (module.out_features, 3)
     nemo = {"lora_tuning": {"target_modules": ["all"], "adapter_dim": 3, "variant": "nemo"}}
-    layer = model_of("gpt", "lora", peft=nemo).decoder.layers[0]  # type: ignore[union-attr]
+    layer = model_of("gpt", "lora", peft=nemo).decoder.layers[0]  # pyrefly: ignore[missing-attribute]
     assert isinstance(layer, Layer)
     assert isinstance(layer.attention.qkv, LoRALinear)
     assert tuple(layer.attention.qkv.lora_a.shape) == (3, 16)

@@ -82,7 +82,7 @@ def test_wrong_arguments_are_told_before_anything_is_loaded(tmp_path):
     config = stoker.load_config(["model=gpt_tiny"])
     for call in (stoker.train, stoker.finetune, stoker.plan, stoker.explain_attention, stoker.GPTModule):
         with pytest.raises(TypeError, match=r"must come from stoker\.load_config"):
-            call(["model=gpt_tiny"])  # type: ignore[arg-type]
+            call(["model=gpt_tiny"])  # pyrefly: ignore[bad-argument-type]
     wrong: list[dict[str, Any]] = [
         *({"max_new_tokens": 2.5}, {"num_beams": 0}, {"seed": "x"}, {"stop": "the"}, {"temperature": -1.0}),
         *({"temperature": 0, "top_k": 5}, {"num_beams": 2, "temperature": 0.5}, {"temperature": "hot"}),
@@ -93,9 +93,9 @@ def test_wrong_arguments_are_told_before_anything_is_loaded(tmp_path):
     with pytest.raises(stoker.UserError, match="must be texts"):
         stoker.generate("nowhere", [[{"role": "user", "content": "x"}]])
     with pytest.raises(TypeError, match=r"must come from stoker\.load"):
-        stoker.generate(config, ["a"])  # type: ignore[arg-type]
+        stoker.generate(config, ["a"])  # pyrefly: ignore[bad-argument-type]
     with pytest.raises(stoker.UserError, match=r"`split` \(dev\) must be validation or test"):
-        stoker.evaluate("nowhere", split="dev")  # type: ignore[arg-type]
+        stoker.evaluate("nowhere", split="dev")  # pyrefly: ignore[bad-argument-type]
     options: list[dict[str, Any]] = [{"to": "gguf"}, {"dtype": "int8"}]
     for option in options:
         with pytest.raises(stoker.UserError, match=rf"`{next(iter(option))}` \(\w+\) must be one of"):

@@ -78,7 +78,7 @@ def test_a_name_has_one_component(here):
     with pytest.raises(ValueError, match="'mock' is already provided by stoker"):
         stoker.register("dataset", "mock")
     with pytest.raises(ValueError, match=r"`kind` \('data_set'\) must be one of activation, "):
-        stoker.register("data_set", "mine")  # type: ignore[arg-type]
+        stoker.register("data_set", "mine")  # pyrefly: ignore[bad-argument-type]
     with pytest.raises(ValueError, match="`name` must not be empty"):
         stoker.register("dataset", "")
     stoker.register("dataset", "mine")(test_a_name_has_one_component)

@@ -277,7 +277,7 @@ def test_train_sets_env_vars_and_hands_over(capsys: Captured, monkeypatch: pytes
         seen["steps"], seen["flag"] = config.root.trainer.max_steps, os.environ.get("STOKER_TEST_FLAG")
         return 143
 
-    monkeypatch.setitem(sys.modules, "stoker.trainer.train", types.SimpleNamespace(train=train))  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "stoker.trainer.train", types.SimpleNamespace(train=train))
     monkeypatch.setenv("STOKER_TEST_FLAG", "1")
     assert main.main(["train", "trainer.max_steps=3", "env_vars.STOKER_TEST_FLAG=true"]) == 143
     assert seen == {"steps": 3, "flag": "1"}

@@ -223,6 +223,6 @@ def test_files_refer_to_each_other_by_their_place() -> None:
         return Resource.from_contents(json.loads(Path(urlparse(uri).path).read_text()))
 
     schema = {"$ref": (json_schema.SCHEMA_FOLDER / "primary.json").as_uri()}
-    validator = Draft7Validator(schema, registry=Registry(retrieve=read))
+    validator = Draft7Validator(schema, registry=Registry(retrieve=read))  # pyrefly: ignore[unexpected-keyword]
     assert not [*validator.iter_errors({"name": "x"})]
     assert [*validator.iter_errors({"nmae": "x"})]

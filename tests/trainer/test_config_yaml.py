@@ -53,7 +53,7 @@ def test_values_are_those_of_omegaconf(text: str) -> None:
     if text == "12:30":
         assert ours == "12:30"  # base 60 is not read, unlike YAML 1.1
         return
-    theirs = OmegaConf.to_container(OmegaConf.create(f"k: {text}"))["k"]  # type: ignore[index, call-overload]
+    theirs = OmegaConf.to_container(OmegaConf.create(f"k: {text}"))["k"]  # pyrefly: ignore[bad-index, unsupported-operation]
     assert (ours, type(ours)) == (theirs, type(theirs))
 
 

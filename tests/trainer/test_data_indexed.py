@@ -39,7 +39,7 @@ GOLDEN_IDX = (
 
 
 def write(prefix: Path, documents: list[list[int]], dtype: object = np.uint16) -> Path:
-    with IndexedWriter(prefix, np.dtype(dtype)) as writer:  # type: ignore[call-overload]
+    with IndexedWriter(prefix, np.dtype(dtype)) as writer:  # pyrefly: ignore[no-matching-overload]
         for document in documents:
             writer.add_document(document)
         writer.finish()
@@ -191,7 +191,7 @@ def test_a_full_disk_ends_in_one_line(tmp_path: Path, monkeypatch: pytest.Monkey
 )
 def test_what_is_damaged_is_refused_in_one_line(change: object, words: str, tmp_path: Path) -> None:
     prefix = golden(tmp_path)
-    changed = change(GOLDEN_BIN, GOLDEN_IDX)  # type: ignore[operator]
+    changed = change(GOLDEN_BIN, GOLDEN_IDX)  # pyrefly: ignore[not-callable]
     indexed_tokens.bin_path(prefix).write_bytes(changed[0])
     indexed_tokens.idx_path(prefix).write_bytes(changed[1])
     with pytest.raises(UserError, match=words) as caught:

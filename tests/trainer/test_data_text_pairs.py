@@ -125,7 +125,7 @@ def test_missing_and_empty_places_are_told(tmp_path: Path) -> None:
 def test_pairs_become_rows_and_long_ones_are_cut() -> None:
     tokenizer = ByteTokenizer(3)
     pairs = TokenPairs([TextPair("abc", "de"), TextPair("abcdefgh", "ijklm")], tokenizer, PairShape(5, 4, 0))
-    rows = [pairs.pair(number, None) for number in range(2)]  # type: ignore[arg-type]
+    rows = [pairs.pair(number, None) for number in range(2)]  # pyrefly: ignore[bad-argument-type]
     assert [tokenizer.decode(row.encoder) for row in rows] == ["abc", "abcd"]
     assert [tokenizer.decode(row.decoder) for row in rows] == ["de", "ijk"]
     assert all(row.encoder[-1] == row.decoder[-1] == 1 for row in rows)
@@ -212,7 +212,7 @@ def test_nothing_held_out_was_trained_on() -> None:
     copy = MODULE.replace("return text", "return text + ''").replace("More about it", "Less about it")
     other = "def three():\n    '''Tell\n    two things.'''\n    return 3\n"
     texts = {"train": [MODULE], "validation": [copy, other], "test": [MODULE]}
-    pairs = docstring_pairs(Corpus("modules", texts, "", 3)).pairs  # type: ignore[arg-type]
+    pairs = docstring_pairs(Corpus("modules", texts, "", 3)).pairs  # pyrefly: ignore[bad-argument-type]
     assert len(pairs["train"]) == 3
     assert [pair.input for pair in pairs["validation"]] == ["def three():\n    return 3\n"]
     assert pairs["test"] == []

@@ -251,7 +251,7 @@ def samples_of_a_package(
     if wrong == "value":
         raise ValueError("no such corpus")
     if wrong == "samples":
-        return object()  # type: ignore[return-value]
+        return object()  # pyrefly: ignore[bad-return]
     return MockSamples(tokenizer.vocab_size, sequence_length, seed, 10, rng_stream=1) if split != "test" else None
 
 

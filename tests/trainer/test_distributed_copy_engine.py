@@ -78,7 +78,7 @@ def test_sums_and_gathers_are_those_of_all_ranks(
                     output.zero_()
                 peers.all_reduce(every[rank], outputs)
                 for output, total in zip(outputs, expected, strict=True):
-                    worst = max(worst, float((output - total.to(output.dtype)).abs().max()))  # pyright: ignore[reportAttributeAccessIssue]
+                    worst = max(worst, float((output - total.to(output.dtype)).abs().max()))  # pyrefly: ignore[missing-attribute]
         return worst
 
     assert fork_ranks(str(tmp_path), size, on_rank) == [0.0] * size

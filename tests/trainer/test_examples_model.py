@@ -270,7 +270,7 @@ def test_a_faulty_component_is_the_users_error(
 class Scaled(stoker.Block):
     def __init__(self, *, norm: Any, **parts: Any) -> None:
         super().__init__(norm=norm, **parts)
-        self.mlp_norm = None
+        self.mlp_norm = None  # pyrefly: ignore[bad-assignment]
         self.scale = torch.nn.Parameter(torch.full((2,), 0.5))
         self.mixer = torch.nn.Linear(3, 2)
         self.register_buffer("tenth", torch.tensor(0.1, dtype=torch.float64))

@@ -781,7 +781,7 @@ def installed_data_get_their_arguments(harness: ConfigHarness) -> None:
 @story(TOKENIZER + "kwargs", OPTIM + "kwargs", SCHED + "kwargs", MODEL + "loss", TRAINER + "validation_metrics")
 def own_components_get_their_settings(harness: ConfigHarness) -> None:
     def register(kind: str, component: Any) -> None:
-        harness.monkeypatch.setitem(extensions._registered[kind], "mine", component)  # type: ignore[index]
+        harness.monkeypatch.setitem(extensions._registered[kind], "mine", component)  # pyrefly: ignore[bad-index]
 
     class Shifted(ByteTokenizer):
         def __init__(self, shift: int) -> None:

@@ -252,7 +252,7 @@ class Broken(Letters):
         (lambda: Broken(vocab_size="many"), "`vocab_size` (many) must be a positive integer"),
         (lambda: Broken(eos_id=28), "the id of the eos token (28) must be 0 to 27"),
         (lambda: open("no such file"), "FileNotFoundError"),  # noqa: SIM115
-        (lambda: Letters(wrong=1), "TypeError"),  # type: ignore[call-arg]
+        (lambda: Letters(wrong=1), "TypeError"),  # pyrefly: ignore[unexpected-keyword]
     ],
 )
 def test_what_is_no_tokenizer_is_told(make: Callable[[], Any], says: str) -> None:
@@ -293,7 +293,7 @@ class Counting(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "total": 0.0, "kept": kept})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> None:  # pyrefly: ignore[bad-override]
         for group in self.param_groups:
             group["total"] += group["lr"]
             for parameter in group["params"]:
@@ -321,7 +321,7 @@ def test_an_optimizer_updates_main_weights_and_counts_no_skipped_step() -> None:
             parameter.grad = torch.randn_like(parameter)
             twin.grad = parameter.grad.float()
         if step == 1:
-            next(model.parameters()).grad.fill_(math.inf)  # type: ignore[union-attr]
+            next(model.parameters()).grad.fill_(math.inf)  # pyrefly: ignore[missing-attribute]
             before = [parameter.clone() for parameter in model.parameters()]
             optimizer.step()
             assert all(map(torch.equal, before, model.parameters()))

@@ -153,7 +153,7 @@ def test_only_a_recording_that_is_asked_for_ends_the_run(tmp_path, monkeypatch, 
     root = tiny_config(tmp_path, trainer__accelerator="auto", model__enable_cuda_graph=wish).root
     log, ranks = SimpleNamespace(log=print), DistributedContext()
     run: Any = SimpleNamespace(resolved=resolve_run(root), uses_cuda_graph=True, logger=log, ranks=ranks)
-    recorder: Any = training_loop._graph_capture(run, nn.Linear(1, 1), None, BatchSchedule(1))  # pyright: ignore[reportArgumentType]
+    recorder: Any = training_loop._graph_capture(run, nn.Linear(1, 1), None, BatchSchedule(1))  # pyrefly: ignore[bad-argument-type]
     assert recorder(None) is (None if wish else print)
 
 
@@ -367,7 +367,7 @@ def test_gradients_for_other_stages_outlive_the_next_pass():
     )
     own, ranks = RankStages(stages[1:], {}, ()), DistributedContext(1, 2)
     pipeline = Pipeline(own, stages, shapes, ranks, torch.device("cpu"), lambda: None, reuses_gradients=True)
-    pipeline._run = lambda micro_batch, given: ((micro_batch + 1) * SameMemory.apply(given.received[0]).sum(),)  # type: ignore[union-attr]
+    pipeline._run = lambda micro_batch, given: ((micro_batch + 1) * SameMemory.apply(given.received[0]).sum(),)
     received: list[Any] = [torch.ones(1, 1, 2, requires_grad=True) for _ in range(2)]
     for micro_batch, each in enumerate(received):
         (loss,) = pipeline.run_stage(stages[1], (each,), micro_batch)

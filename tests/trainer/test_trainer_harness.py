@@ -102,7 +102,7 @@ def evaluated(model: Any, folder: Path, names: list[str], **arguments: Any) -> A
     """Return the harness's results of tasks; it asks installed packages for model types after 0.4.13 only."""
     lm_eval = pytest.importorskip("lm_eval")
     import_module("stoker.trainer.evaluation.harness.lm_eval_model")
-    from lm_eval.tasks import TaskManager  # pyright: ignore[reportMissingImports]
+    from lm_eval.tasks import TaskManager
 
     manager = TaskManager(include_path=folder, include_defaults=False)
     return lm_eval.simple_evaluate(model=model, tasks=names, task_manager=manager, bootstrap_iters=0, **arguments)
@@ -156,7 +156,7 @@ def test_scores_are_those_of_the_type_hf(models: tuple[Path, Path], tasks: Path)
 
 def test_a_t5_scores_and_writes_answers(tmp_path: Path) -> None:
     pytest.importorskip("lm_eval")
-    from lm_eval.api.instance import Instance  # pyright: ignore[reportMissingImports]
+    from lm_eval.api.instance import Instance
 
     from stoker.trainer.evaluation.harness.lm_eval_model import StokerLM
 
@@ -220,7 +220,7 @@ def test_the_models_own_documents_follow_an_eos(tmp_path: Path) -> None:
 
 def test_generation_keys_that_do_not_act_are_refused(models: tuple[Path, Path]) -> None:
     pytest.importorskip("lm_eval")
-    from lm_eval.api.instance import Instance  # pyright: ignore[reportMissingImports]
+    from lm_eval.api.instance import Instance
 
     from stoker.trainer.evaluation.harness.lm_eval_model import StokerLM
 
@@ -290,7 +290,7 @@ def test_the_entry_point_names_the_type() -> None:
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
     ((name, value),) = project["entry-points"]["lm_eval.models"].items()
     pytest.importorskip("lm_eval")
-    from lm_eval.api.registry import get_model  # pyright: ignore[reportMissingImports]
+    from lm_eval.api.registry import get_model
 
     assert EntryPoint(name, value, "lm_eval.models").load() is get_model("stoker")
 

@@ -109,7 +109,7 @@ def test_a_full_disk_ends_tensorboard_without_a_traceback(tmp_path, monkeypatch)
     monkeypatch.setattr("tensorboard.compat.tensorflow_stub.io.gfile.io", full)
     with pytest.raises(OSError, match="No space left"):
         TensorBoardLogger(tiny_logged_run(tmp_path), tmp_path, 0)
-    other = threading.Thread(target=lambda: 1 / 0)
+    other = threading.Thread(target=lambda: 1 / 0)  # pyrefly: ignore[division-by-zero]
     other.start()
     other.join()
     assert reported == [ZeroDivisionError]

@@ -153,7 +153,7 @@ def test_layers_under_fsdp_are_one_graph(tmp_path: Path, monkeypatch: pytest.Mon
     full = plan_layout(2, optimizer="adamw", fsdp=True, strategy="full", shard_size=None)
     assert full is not None
     found: list[list[torch.Tensor]] = []
-    store = dist.FileStore(str(tmp_path / "store"), 1)  # pyright: ignore[reportPrivateImportUsage]
+    store = dist.FileStore(str(tmp_path / "store"), 1)
     init_distributed(0, 1, 0, store=store, timeout=600)
     try:
         torch.compiler.reset()

@@ -327,7 +327,7 @@ class Attention(nn.Module):
         super().__init__()
         self.qkv = nn.Linear(5, QKV.local_size(), bias=False)
         self.norm = nn.LayerNorm(5, bias=False)
-        self.qkv.partitions = {"weight": RankPart(QKV, rank, 4)}  # type: ignore[assignment]
+        self.qkv.partitions = {"weight": RankPart(QKV, rank, 4)}  # pyrefly: ignore[bad-argument-type]
         self.default_partition = RankPart(None, rank, 4)
 
 
@@ -336,7 +336,7 @@ def test_a_checkpoint_of_one_rank_loads_on_four(tmp_path: Path) -> None:
     write_safetensors(path, {"qkv.weight": FULL, "norm.weight": FULL[0]})
     for rank, expected in enumerate(Layout(QKV, 4, 1, 1).split(FULL)):
         model = Attention(rank)
-        Checkpoint(tmp_path, None, (path.name,)).load_weights(model)  # type: ignore[arg-type]
+        Checkpoint(tmp_path, None, (path.name,)).load_weights(model)  # pyrefly: ignore[bad-argument-type]
         assert torch.equal(model.qkv.weight, expected.local)
         assert torch.equal(model.norm.weight, FULL[0])
 

@@ -134,7 +134,7 @@ def test_the_backward_pass_ends_where_nothing_before_is_trained(given: list[str]
     lengths = (form.seq_length, *([form.decoder_seq_length] if form.decoder_seq_length else []))
     tokens = [torch.randint(100, (1, length)) for length in lengths]
     model.train()
-    model.loss(*tokens, tokens[-1], 1.0)  # type: ignore[operator]
+    model.loss(*tokens, tokens[-1], 1.0)  # pyrefly: ignore[bad-argument-count]
     expected = {(at, n) for at, stack in enumerate(model.stacks) for n in range(begins[at], len(stack.layers))}
     assert ran == expected
 

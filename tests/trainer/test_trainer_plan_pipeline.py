@@ -59,7 +59,7 @@ def pipelined(ranks: int, chunks: int | None = None, split: int = 0, devices: in
 
 def planned(*overrides: str, gpu: str = "h100") -> Plan:
     root = load(*overrides).root
-    run = resolve_run(root, world_size=root.trainer.devices * root.trainer.num_nodes, capability=(9, 0))  # type: ignore[operator]
+    run = resolve_run(root, world_size=root.trainer.devices * root.trainer.num_nodes, capability=(9, 0))  # pyrefly: ignore[bad-argument-type]
     return make_plan(run, gpu_target(run, parse_gpu(gpu)))
 
 
@@ -183,7 +183,7 @@ def test_a_rank_that_selective_leaves_nothing_to_train_is_refused(
     """Beside models built as the stages of each rank, of which tied embeddings and position biases are in several."""
     given = [*given, "model.peft.peft_scheme=selective", f"{NAMES}=[{names}]", "model.restore_from_path=x"]
     root = load(*given).root
-    run = resolve_run(root, world_size=root.trainer.devices, capability=(9, 0))  # type: ignore[arg-type]
+    run = resolve_run(root, world_size=root.trainer.devices, capability=(9, 0))  # pyrefly: ignore[bad-argument-type]
     assert run.pipeline is not None
     found = [
         rank

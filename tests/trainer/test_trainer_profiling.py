@@ -12,7 +12,7 @@ import torch
 from run_metrics import metric_rows
 from tiers import full_only
 from tiny_run import tiny_config, tiny_document
-from torch.autograd import DeviceType  # pyright: ignore[reportPrivateImportUsage]
+from torch.autograd import DeviceType
 
 from stoker.trainer.callbacks import profiler as profiling
 from stoker.trainer.callbacks.device_gaps import DeviceWork, device_gaps, device_work

@@ -85,7 +85,7 @@ def test_extreme_temperatures_stay_finite() -> None:
 )
 def test_arguments_out_of_range_are_refused(arguments: dict[str, float], name: str) -> None:
     with pytest.raises(ValueError, match=f"`{name}`"):
-        SamplingParams(**arguments)  # pyright: ignore[reportArgumentType]
+        SamplingParams(**arguments)  # pyrefly: ignore[bad-argument-type]
 
 
 # ---------------------------------------------------------------- the choice

@@ -198,7 +198,7 @@ def test_only_copies_to_cuda_do_not_wait(device, waits):
     asked = []
 
     class Recorder(torch.Tensor):
-        def to(self, device, *, non_blocking):  # type: ignore[override]
+        def to(self, device, *, non_blocking):  # pyrefly: ignore[bad-override]
             asked.append(non_blocking)
             return self
 

@@ -173,7 +173,7 @@ def test_all_reasons_are_told_at_once(nothing_registered):
     assert "no callback 'none' is installed or registered" in lines[1]
     assert "Recorder is given twice" in lines[3]
     with pytest.raises(stoker.UserError, match="object is not a logger"):
-        run_training(tiny_config("unused"), loggers=[object()])  # type: ignore[arg-type]
+        run_training(tiny_config("unused"), loggers=[object()])  # pyrefly: ignore[bad-argument-type]
 
 
 def test_state_that_json_cannot_hold_is_an_error():

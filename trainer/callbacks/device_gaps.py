@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from torch.autograd import DeviceType  # pyright: ignore[reportPrivateImportUsage]
+from torch.autograd import DeviceType
 
 _LONGEST = 5
 _NAME_WIDTH = 44

@@ -131,7 +131,7 @@ class ExpertLoadMetrics:
         if merged.device.type != "mps":
             merged = merged.double()  # counts summed over ranks may exceed the exact integers of fp32
         copied = AsyncHostCopy(self._stages.all_reduce_(self._ranks.all_reduce_(merged)))
-        torch._foreach_zero_(statistics)  # pyright: ignore[reportPrivateImportUsage]
+        torch._foreach_zero_(statistics)
         return copied
 
     def _add(self, copied: Tensor, step: int, *, restart: bool) -> dict[str, float]:

@@ -64,7 +64,7 @@ def run(args: argparse.Namespace, checkpoint: Path) -> int:
     if args.num_fewshot is not None and args.num_fewshot < 0:
         raise UserError(f"--num-fewshot {args.num_fewshot} must be at least 0")
     check_model_path(checkpoint)
-    from lm_eval import evaluator  # pyright: ignore[reportMissingImports]
+    from lm_eval import evaluator
 
     from ..evaluation.harness.lm_eval_model import StokerLM
 
@@ -101,7 +101,7 @@ def _task_manager(names: list[str], folder: Path | None) -> Any:
     Raises:
         UserError: unknown task.
     """
-    from lm_eval.tasks import TaskManager  # pyright: ignore[reportMissingImports]
+    from lm_eval.tasks import TaskManager
 
     folders: list[str | Path] = [TASKS, *([] if folder is None else [folder])]
     manager = TaskManager(include_path=folders, include_defaults=False)

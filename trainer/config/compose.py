@@ -125,7 +125,7 @@ class YamlSource(ConfigSource):
             header={"package": parsed.package},
         )
 
-    def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
+    def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:  # pyrefly: ignore[not-a-type]
         """Return the names of files and folders in a folder."""
         found = []
         folder = self.directory / config_path

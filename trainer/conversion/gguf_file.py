@@ -73,7 +73,7 @@ class GGUFModel:
 
     def __init__(self, path: Path) -> None:
         try:
-            import gguf  # pyright: ignore[reportMissingImports]
+            import gguf
         except ImportError:
             raise UserError(f"{path}: reading GGUF requires the gguf package: pip install 'stoker[gguf]'") from None
         self._path = path

@@ -90,7 +90,7 @@ class WorkerPool(Generic[Item, Result]):
                 result.reraise()
             if isinstance(result, UserError):
                 raise result
-            yield result  # pyright: ignore[reportReturnType]
+            yield result  # pyrefly: ignore[invalid-yield]
 
     def close(self) -> None:
         """Kill the workers, also those that are still starting."""

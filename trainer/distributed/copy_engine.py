@@ -334,7 +334,7 @@ class CopyEngineCollectives:
 
 
 def _copy(into: list[Tensor], values: list[Tensor]) -> None:
-    torch._foreach_copy_(into, values)  # pyright: ignore[reportPrivateImportUsage]
+    torch._foreach_copy_(into, values)
 
 
 def _pieces(sizes: Sequence[int], elements: int) -> Iterator[list[_Segment]]:

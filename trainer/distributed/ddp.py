@@ -342,7 +342,7 @@ class ReplicatedDataParallel(DataParallel):
         """Context in which NCCL coalesces collectives into one launch; gloo runs them one by one."""
         if self._stream is None:
             return nullcontext()
-        return dist._coalescing_manager(ranks.group, self._device)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
+        return dist._coalescing_manager(ranks.group, self._device)
 
     @property
     def _current_stream(self) -> torch.cuda.Stream:

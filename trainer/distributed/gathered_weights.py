@@ -203,7 +203,7 @@ class GatheredWeights:
                 for place, values in zip(unit.places[rank], rows, strict=True):
                     place.copy_(values, non_blocking=True)
             memory.write(others, self._arrived(memory.rank), number)
-            torch._foreach_copy_(unit.places[memory.rank], rows)  # pyright: ignore[reportPrivateImportUsage]
+            torch._foreach_copy_(unit.places[memory.rank], rows)
             memory.wait([self._arrived(rank) for rank in others], number)
             return stream.record_event()
 

@@ -168,7 +168,7 @@ class NodeAgent(SimpleElasticAgent):
 
     # ------------------------------------------------------------ of the base class
 
-    def _assign_worker_ranks(  # pyright: ignore[reportIncompatibleVariableOverride]: of a wrapped function
+    def _assign_worker_ranks(
         self, store: Store, group_rank: int, group_world_size: int, spec: WorkerSpec
     ) -> list[Worker]:
         """Number the nodes that came together, and the workers of this one; none if it stays idle."""
@@ -277,7 +277,7 @@ class NodeAgent(SimpleElasticAgent):
             if usable_nodes(self._config.root, self._present - leaving, self._placement.ranks_per_node):
                 if self._signal is None:
                     self._report("another node was stopped by a signal")
-                    self._restart_workers(worker_group)  # pyright: ignore[reportCallIssue]: of a wrapped function
+                    self._restart_workers(worker_group)
                     return RunResult(WorkerState.HEALTHY)
                 self._leave("stopped by a signal")
         self._store_of_nodes.set(self._key("end"), "")

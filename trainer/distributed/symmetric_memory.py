@@ -86,7 +86,7 @@ class PeerMemory:
     @property
     def _stream(self) -> int:
         """The current stream; it is asked for some hundred times in a step."""
-        return torch._C._cuda_getCurrentRawStream(self._index)  # pyright: ignore[reportAttributeAccessIssue]
+        return torch._C._cuda_getCurrentRawStream(self._index)
 
 
 _WAIT_VALUE_32, _WRITE_VALUE_32 = 1, 2

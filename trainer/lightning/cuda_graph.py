@@ -106,7 +106,7 @@ def _clean_up_failed_capture(pool: tuple[int, int]) -> None:
     generator = torch.cuda.default_generators[device]
     generator.graphsafe_set_state(generator.clone_state())
     with suppress(RuntimeError):  # already done if ending the capture got that far
-        torch._C._cuda_endAllocateToPool(device, pool)  # pyright: ignore[reportPrivateImportUsage, reportAttributeAccessIssue]
+        torch._C._cuda_endAllocateToPool(device, pool)
 
 
 def report_failure(error: Exception, on_failure: Callable[[str], None] | None) -> None:
@@ -194,5 +194,5 @@ class CapturedMicroBatches:
                 sums.append(parameter.grad)
                 added.append(gradient)
         if sums:
-            torch._foreach_add_(sums, added)  # pyright: ignore[reportPrivateImportUsage]
+            torch._foreach_add_(sums, added)
         return graph.loss.clone()

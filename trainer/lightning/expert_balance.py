@@ -58,10 +58,10 @@ class ExpertBalancer:
     def before_step(self, step: int, loss_scale: Tensor | None = None) -> None:
         """Set the router loss scale of the layers for the step after `step` completed ones, times `loss_scale`."""
         shares = _of("loss_share", self._layers)
-        torch._foreach_zero_(shares)  # pyright: ignore[reportPrivateImportUsage]
-        torch._foreach_add_(shares, 1.0 / self._micro_batches(step))  # pyright: ignore[reportPrivateImportUsage]
+        torch._foreach_zero_(shares)
+        torch._foreach_add_(shares, 1.0 / self._micro_batches(step))
         if loss_scale is not None:
-            torch._foreach_mul_(shares, loss_scale)  # pyright: ignore[reportPrivateImportUsage]
+            torch._foreach_mul_(shares, loss_scale)
 
     @torch.no_grad()
     def after_update(self, grad_norm: Tensor) -> None:
@@ -75,8 +75,8 @@ class ExpertBalancer:
             counts = self._ranks.all_reduce_(torch.stack(step_counts))
             deltas = rate * (counts.mean(dim=1, keepdim=True) - counts).sign()
             deltas = torch.where(grad_norm.isfinite(), deltas, 0.0)
-            torch._foreach_add_(_of("expert_bias", layers), list(deltas.unbind()))  # pyright: ignore[reportPrivateImportUsage]
-            torch._foreach_zero_(step_counts)  # pyright: ignore[reportPrivateImportUsage]
+            torch._foreach_add_(_of("expert_bias", layers), list(deltas.unbind()))
+            torch._foreach_zero_(step_counts)
 
 
 def build_expert_balancer(

@@ -35,7 +35,7 @@ def _without_extras() -> Iterator[None]:
         return package_name not in TORCHMETRICS_EXTRAS and package_available(package_name)
 
     RequirementCache.__bool__ = is_available_and_not_extra
-    imports.package_available = package_available_and_not_extra
+    imports.package_available = package_available_and_not_extra  # pyrefly: ignore[bad-assignment]
     try:
         yield
     finally:

@@ -115,7 +115,7 @@ class LanguageModule(pl.LightningModule):
         self.losses = losses or self.replicas
         self.data_parallel = data_parallel
         if data_parallel is not None:
-            data_parallel.attach(self.model, optimizer)
+            data_parallel.attach(self.model, optimizer)  # pyrefly: ignore[bad-argument-type]
         self._run_micro_batch: RunMicroBatch = (
             self._loss_and_gradients if graph_capture is None else graph_capture(self._loss_and_gradients)
         )

@@ -75,7 +75,7 @@ def fit(
         trainer.fit_loop.epoch_loop._batches_that_stepped = module.step  # of what callbacks log with `self.log`
         # Lightning would broadcast before every batch whether rank 0 has received SIGTERM, and wait for the device to
         # read it; `StopHandler` tells the other ranks without either.
-        trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = _do_nothing  # type: ignore[method-assign]
+        trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = _do_nothing
         # Raised for a signal that arrives before our handlers are restored; `StopHandler` has recorded it too.
         try:
             with suppress(SIGTERMException):

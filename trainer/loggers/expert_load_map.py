@@ -144,7 +144,7 @@ def coefficient_of_variation(tokens: np.ndarray) -> float:
 
 def render_heatmap(document: LoadDocument) -> bytes:
     """Return a PNG: load CV of each layer above, load of each expert below, both over steps."""
-    from matplotlib.figure import Figure  # pyright: ignore[reportMissingImports]
+    from matplotlib.figure import Figure
 
     rows = document.rows
     layers = [np.array([row.tokens[n] for row in rows], dtype=float) for n in range(len(document.layers))]

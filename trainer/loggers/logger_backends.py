@@ -251,7 +251,7 @@ class WandbLogger:
     """
 
     def __init__(self, run: LoggedRun, directory: Path, resumed_at: int) -> None:
-        import wandb  # pyright: ignore[reportMissingImports]
+        import wandb
 
         keys = run.keys.wandb_logger_kwargs
         run_id = keys.id or (_read_run_id(directory, "wandb") if resumed_at else None) or secrets.token_hex(4)
@@ -302,8 +302,8 @@ class MLflowLogger:
     """
 
     def __init__(self, run: LoggedRun, directory: Path, resumed_at: int) -> None:
-        from mlflow.entities import Metric  # pyright: ignore[reportMissingImports]
-        from mlflow.tracking import MlflowClient  # pyright: ignore[reportMissingImports]
+        from mlflow.entities import Metric
+        from mlflow.tracking import MlflowClient
 
         keys = run.keys.mlflow_logger_kwargs
         self._metric: Any = Metric

@@ -117,8 +117,8 @@ class AdamW(Optimizer):
             counts: elements of the full weight.
             axes: ranks with the other parts of it.
         """
-        norms = torch._foreach_norm(mains, 2, dtype=arithmetic_dtype(mains[0]))  # pyright: ignore[reportPrivateImportUsage]
-        shares = torch._foreach_div(norms, [math.sqrt(count) for count in counts])  # pyright: ignore[reportPrivateImportUsage]
+        norms = torch._foreach_norm(mains, 2, dtype=arithmetic_dtype(mains[0]))
+        shares = torch._foreach_div(norms, [math.sqrt(count) for count in counts])
         squares = torch.stack(shares).square()
         if len(set(axes)) == 1:
             return self.sharding.sum_over_ranks(squares, axes[0]).sqrt().clamp(min=MIN_RMS)

@@ -223,7 +223,7 @@ class Optimizer(torch.optim.Optimizer):
         return self.gradients.take(parameter)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Clip the gradients (the sums of `accumulate`, or `.grad`), update the weights and drop the gradients.
 
         Args:
@@ -295,7 +295,7 @@ class Optimizer(torch.optim.Optimizer):
         return {"state": state, "param_groups": groups, "updates": self.step_count, **scale}
 
     @torch.no_grad()
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what `state_dict` has returned, on the same layout; nothing is loaded from another one.
 
         Raises:

@@ -82,7 +82,7 @@ class EMA:
                 average.lerp_(source.to(average, non_blocking=source.is_cpu), weight)
             return
         averages, sources = [self._averages[name] for name in self._sources], list(self._sources.values())
-        torch._foreach_lerp_(averages, sources, [weight] * len(averages))  # pyright: ignore[reportPrivateImportUsage]
+        torch._foreach_lerp_(averages, sources, [weight] * len(averages))
 
     @contextmanager
     def applied(self) -> Iterator[None]:

@@ -29,7 +29,7 @@ def global_norm(gradients: list[Tensor], sum_over_shards: Callable[[Tensor], Ten
     if all(map(triton_runs_on, gradients)):
         return sum_over_shards(sum_of_squares(gradients)).sqrt()
     dtype = torch.float64 if gradients[0].dtype == torch.float64 else torch.float32
-    norms = torch._foreach_norm(gradients, 2, dtype=dtype)  # pyright: ignore[reportPrivateImportUsage]
+    norms = torch._foreach_norm(gradients, 2, dtype=dtype)
     if sum_over_shards is no_reduce:
         return torch.linalg.vector_norm(torch.stack(norms))
     return sum_over_shards(torch.stack(norms).square().sum()).sqrt()

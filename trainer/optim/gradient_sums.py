@@ -43,7 +43,7 @@ class GradientSums:
             for is_first in (True, False):
                 chosen = [i for i, p in enumerate(narrow) if (p not in self._in_use) == is_first]
                 if chosen:
-                    write = torch._foreach_copy_ if is_first else torch._foreach_add_  # pyright: ignore[reportPrivateImportUsage]
+                    write = torch._foreach_copy_ if is_first else torch._foreach_add_
                     write([self.sums[narrow[i]] for i in chosen], [gradients[i] for i in chosen])
             self._in_use.update(narrow)
         return [self.sums[p] if self.is_in_fp32(p) else local_tensor(self._gradient(p)) for p in parameters]
@@ -59,7 +59,7 @@ class GradientSums:
         if any(again):
             sums = [self._given[parameter] for parameter, has_sum in zip(parameters, again, strict=True) if has_sum]
             added = [gradient for gradient, has_sum in zip(gradients, again, strict=True) if has_sum]
-            torch._foreach_add_(sums, added)  # pyright: ignore[reportPrivateImportUsage]
+            torch._foreach_add_(sums, added)
 
     def take_given(self, parameter: nn.Parameter) -> Tensor | None:
         """Return what `add` has added up for a parameter, and drop it and `.grad`; None if nothing."""

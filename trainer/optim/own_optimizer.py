@@ -163,7 +163,7 @@ class OwnOptimizer(Optimizer):
             values[key] = value.item()
 
     @torch.no_grad()
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what `state_dict` has returned, on the same layout.
 
         Raises:

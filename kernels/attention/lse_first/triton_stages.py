@@ -4,9 +4,6 @@ Query i of the whole sequence sees key j of a chunk if j <= i + shift; `shift` i
 are in base 2: a score times log2(e).
 """
 
-# constexpr conditions are resolved at compile time and tl.static_range is unrolled, which pyright does not know:
-# pyright: reportGeneralTypeIssues=false, reportPossiblyUnboundVariable=false, reportAssignmentType=false
-
 from __future__ import annotations
 
 from typing import Any

@@ -115,7 +115,7 @@ def _fields(block: BaseModel, parent: str = "") -> Iterator[tuple[str, FieldInfo
 
 def _key(path: str, field: FieldInfo, default: Any) -> SchemaKey:
     extra = field.json_schema_extra
-    annotation: Any = Annotated[field.annotation, *field.metadata] if field.metadata else field.annotation
+    annotation: Any = Annotated[field.annotation, *field.metadata] if field.metadata else field.annotation  # pyrefly: ignore[not-a-type]
     members = _members(annotation)
     choices = tuple(value for member in members if get_origin(member) is Literal for value in get_args(member))
     extensions = [mark for member in members if (mark := _mark(member, ExtensionName))]

@@ -110,7 +110,7 @@ def load_hf_dataset(name: str) -> Any:
         UserError: the `datasets` package is missing, or cannot load it.
     """
     try:
-        from datasets import load_dataset  # pyright: ignore[reportMissingImports, reportAttributeAccessIssue]
+        from datasets import load_dataset
     except ImportError:
         raise UserError(f"hf:{name} needs the `datasets` package: pip install 'stoker[hf]'") from None
     path, _, split = name.rpartition(":")

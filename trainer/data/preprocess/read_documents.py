@@ -214,8 +214,8 @@ def open_parquet(path: Path, column: str) -> Any:
         UserError: pyarrow is missing, the file is not parquet, or it has no such column.
     """
     try:
-        import pyarrow  # pyright: ignore[reportMissingImports]
-        import pyarrow.parquet as parquet  # pyright: ignore[reportMissingImports]
+        import pyarrow
+        import pyarrow.parquet as parquet
     except ImportError:
         raise UserError(f"{path}: parquet files need the `pyarrow` package: pip install 'stoker[hf]'") from None
     try:
@@ -240,7 +240,7 @@ def open_compressed(path: Path, file: IO[bytes], kind: str) -> IO[bytes]:
         unpacked: Any = gzip.GzipFile(fileobj=file)
         return unpacked
     try:
-        import zstandard  # pyright: ignore[reportMissingImports]
+        import zstandard
     except ImportError:
         raise UserError(f"{path}: .zst files need the `zstandard` package: pip install zstandard") from None
     reader: Any = zstandard.ZstdDecompressor().stream_reader(file, read_across_frames=True)
@@ -283,7 +283,7 @@ def decompression_errors() -> tuple[type[Exception], ...]:
 
     errors: list[type[Exception]] = [EOFError, zlib.error, gzip.BadGzipFile]
     try:
-        import zstandard  # pyright: ignore[reportMissingImports]
+        import zstandard
     except ImportError:
         return tuple(errors)
     return (*errors, zstandard.ZstdError)

@@ -83,7 +83,7 @@ class ChatRenderer:
             trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
         )
         environment.filters["tojson"] = _to_json
-        environment.globals["raise_exception"] = _raise_exception
+        environment.globals["raise_exception"] = _raise_exception  # pyrefly: ignore[unsupported-operation]
         # Random markers, which no message can contain.
         self.start_marker, self.end_marker = (f"\x02{secrets.token_hex(8)}\x03" for _ in range(2))
         try:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
-import datasets  # pyright: ignore[reportMissingImports]
+import datasets
 
 from ...data.sources.docstrings import read_docstrings
 from ...data.sources.text_pairs import TextPair

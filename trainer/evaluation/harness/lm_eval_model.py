@@ -13,10 +13,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn
 
-from lm_eval.api.instance import Instance  # pyright: ignore[reportMissingImports]
-from lm_eval.api.model import TemplateLM  # pyright: ignore[reportMissingImports]
-from lm_eval.api.registry import register_model  # pyright: ignore[reportMissingImports]
-from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs  # pyright: ignore[reportMissingImports]
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import TemplateLM
+from lm_eval.api.registry import register_model
+from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs
 from tqdm import tqdm
 
 from ...data.tasks.chat_files import get_chat_template

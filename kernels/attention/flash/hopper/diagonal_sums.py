@@ -1,8 +1,7 @@
 """Gradient of a distance bias: sums along the diagonals of each tile of score gradients."""
 
-# Gluon functions are compiled by Triton, and pyright cannot check their types:
-# pyright: reportPossiblyUnboundVariable=false, reportGeneralTypeIssues=false, reportArgumentType=false
-# pyright: reportAttributeAccessIssue=false, reportAssignmentType=false, reportOperatorIssue=false, reportCallIssue=false
+# Gluon functions are compiled by Triton, and type checkers cannot follow them:
+# pyrefly: ignore-errors[bad-argument-type, bad-assignment, missing-attribute]
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
 """Distance bias of the Hopper kernels: the lookup table they read, and the final reduction of the gradient."""
 
-# pyright does not know that tl.static_range is unrolled:
-# pyright: reportGeneralTypeIssues=false
-
 from __future__ import annotations
 
 from typing import Any

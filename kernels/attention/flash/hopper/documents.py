@@ -4,9 +4,6 @@ The documents are rows of one sequence, in which a query sees no key before its 
 them, it balances the tiles itself: the longest first, dealt to the programs in turns there and back.
 """
 
-# pyright cannot check the types of what Triton compiles:
-# pyright: reportOperatorIssue=false, reportArgumentType=false
-
 from __future__ import annotations
 
 from typing import Any

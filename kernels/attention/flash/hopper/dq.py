@@ -1,8 +1,7 @@
 """Gradient of the queries on Hopper: grid and warp groups as in the forward kernel, three products per tile."""
 
-# Gluon functions are compiled by Triton, and pyright cannot check their types:
-# pyright: reportPossiblyUnboundVariable=false, reportGeneralTypeIssues=false, reportArgumentType=false
-# pyright: reportAttributeAccessIssue=false, reportAssignmentType=false, reportOperatorIssue=false
+# Gluon functions are compiled by Triton, and type checkers cannot follow them:
+# pyrefly: ignore-errors[bad-argument-type, bad-assignment, unbound-name, unsupported-operation]
 
 from __future__ import annotations
 

@@ -4,9 +4,8 @@ Persistent grid; one producer warp group loads by TMA, two or three consumers co
 next tile of keys are issued before waiting for the output of the last one, so that tensor cores and softmax overlap.
 """
 
-# Gluon functions are compiled by Triton, and pyright cannot check their types:
-# pyright: reportPossiblyUnboundVariable=false, reportGeneralTypeIssues=false, reportArgumentType=false
-# pyright: reportAttributeAccessIssue=false, reportAssignmentType=false, reportOperatorIssue=false
+# Gluon functions are compiled by Triton, and type checkers cannot follow them:
+# pyrefly: ignore-errors[bad-argument-type, bad-assignment, unsupported-operation]
 
 from __future__ import annotations
 

@@ -9,9 +9,8 @@ same bits each time. Programs wait for each other: all must be resident (`launch
 its tiles of keys in the order of the turns.
 """
 
-# Gluon functions are compiled by Triton, and pyright cannot check their types:
-# pyright: reportPossiblyUnboundVariable=false, reportGeneralTypeIssues=false, reportArgumentType=false
-# pyright: reportAttributeAccessIssue=false, reportAssignmentType=false, reportOperatorIssue=false
+# Gluon functions are compiled by Triton, and type checkers cannot follow them:
+# pyrefly: ignore-errors[bad-argument-type, bad-assignment, unsupported-operation]
 
 from __future__ import annotations
 

@@ -3,9 +3,8 @@
 One producer warp group and three consumers of 64 queries each, which alternate between tensor cores and exponentials.
 """
 
-# Gluon functions are compiled by Triton, and pyright cannot check their types:
-# pyright: reportPossiblyUnboundVariable=false, reportGeneralTypeIssues=false, reportArgumentType=false
-# pyright: reportAttributeAccessIssue=false, reportAssignmentType=false, reportOperatorIssue=false
+# Gluon functions are compiled by Triton, and type checkers cannot follow them:
+# pyrefly: ignore-errors[bad-argument-type, bad-assignment, unsupported-operation]
 
 from __future__ import annotations
 

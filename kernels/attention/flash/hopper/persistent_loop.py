@@ -1,8 +1,7 @@
 """Persistent grid and software pipeline: tiles of a program, and ring buffers in shared memory for TMA loads."""
 
-# Gluon functions are compiled by Triton, and pyright cannot check their types:
-# pyright: reportPossiblyUnboundVariable=false, reportGeneralTypeIssues=false, reportArgumentType=false
-# pyright: reportAttributeAccessIssue=false, reportAssignmentType=false, reportOperatorIssue=false
+# Gluon functions are compiled by Triton, and type checkers cannot follow them:
+# pyrefly: ignore-errors[bad-assignment, bad-function-definition]
 
 from __future__ import annotations
 

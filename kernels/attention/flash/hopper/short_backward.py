@@ -5,9 +5,8 @@ in tiles of 128. Two consumers compute dK and dV of 64 keys each, as in `dkdv.py
 shared memory, from which each adds up dQ of 64 queries in registers. Nothing is added up in global memory.
 """
 
-# Gluon functions are compiled by Triton, and pyright cannot check their types:
-# pyright: reportPossiblyUnboundVariable=false, reportGeneralTypeIssues=false, reportArgumentType=false
-# pyright: reportAttributeAccessIssue=false, reportAssignmentType=false, reportOperatorIssue=false
+# Gluon functions are compiled by Triton, and type checkers cannot follow them:
+# pyrefly: ignore-errors[bad-argument-type, bad-assignment, unsupported-operation]
 
 from __future__ import annotations
 

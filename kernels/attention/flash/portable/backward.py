@@ -4,8 +4,8 @@ The scores are computed twice, once by each kernel. In return no two programs wr
 atomics and the gradients are bitwise reproducible.
 """
 
-# Triton unrolls static_range and resolves constexpr conditions at compile time, which pyright does not know:
-# pyright: reportPossiblyUnboundVariable=false, reportGeneralTypeIssues=false, reportArgumentType=false
+# Triton unrolls static_range and resolves constexpr conditions at compile time, which type checkers do not know:
+# pyrefly: ignore-errors[unbound-name]
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
 """Flash attention forward kernel (Dao, arXiv 2307.08691): one program per tile of queries, online softmax."""
 
-# Triton unrolls static_range and resolves constexpr conditions at compile time, which pyright does not know:
-# pyright: reportPossiblyUnboundVariable=false, reportGeneralTypeIssues=false, reportArgumentType=false
-
 from __future__ import annotations
 
 from torch import Tensor
