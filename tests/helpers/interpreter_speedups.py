@@ -12,7 +12,8 @@ def install() -> None:
     from triton import language
     from triton.runtime import interpreter
 
-    names = ("_LangPatchScope", "_get_np_dtype", "_patch_attr", "_patch_builtin", "_patch_lang", "interpreter_builder")
+    names = ("_LangPatchScope", "_get_np_dtype", "_patch_attr", "_patch_builtin", "_patch_lang", "interpreter_builder",
+             "TensorHandle", "interpreter_semantic")  # fmt: skip
     if not all(hasattr(interpreter, name) for name in names):
         return
     inner: Any = interpreter
@@ -46,6 +47,52 @@ def install() -> None:
         )
         return inner._LangPatchScope() if is_patched else patch_all(function)
 
+    def patch_attribute(owner: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
+        """Give a builtin the interpreter, without looking at the other arguments of each call."""
+        function = getattr(member, "__wrapped__", member)  # not what checks that it is called within a kernel
+
+        def call(*arguments: Any, **options: Any) -> Any:
+            options["_semantic"] = semantic
+            return function(*arguments, **options)
+
+        scope.set_attr(owner, name, call)
+
+    def check_types(left: Any, right: Any, *rest: Any, **options: Any) -> tuple[Any, Any]:
+        """Return both operands as they are, if operands of these types were left as they are before."""
+        if type(left) is not core.tensor or type(right) is not core.tensor:
+            return check(left, right, *rest, **options)
+        kinds = left.type, right.type
+        key = id(kinds[0]), id(kinds[1]), rest, *options.items()
+        if key in unchanged:
+            return left, right
+        found = check(left, right, *rest, **options)
+        if found[0] is left and found[1] is right:
+            unchanged[key] = kinds  # which keeps others from getting their ids
+        return found
+
+    def broadcast_both(left: Any, right: Any) -> tuple[Any, Any]:
+        """Broadcast operands to the types to which operands of these types were broadcast before."""
+        kinds = left.type, right.type
+        if kinds[0] is kinds[1]:
+            return left, right
+        key = id(kinds[0]), id(kinds[1])
+        if key not in broadcasts:
+            found = broadcast(left, right)
+            blocks = [kind for kind in kinds if kind.is_block()]
+            if len({len(block.shape) for block in blocks}) == 1:
+                new = [None if it is given else it.type for it, given in zip(found, (left, right), strict=True)]
+                broadcasts[key] = kinds, len(blocks) == 2, new
+            return found
+        _, both_blocks, new = broadcasts[key]
+        return tuple(
+            each if kind is None
+            else core.tensor(
+                builder.create_broadcast(each.handle, kind.shape) if both_blocks
+                else builder.create_splat(kind, each.handle), kind,
+            )
+            for each, kind in zip((left, right), new, strict=True)
+        )  # fmt: skip
+
     def dtype_of(kind: Any) -> Any:
         name = kind.scalar.name
         if name not in dtypes:
@@ -76,12 +123,38 @@ def install() -> None:
         if type(self) is not block_type:  # the others were initialized when they were made
             inner_init_type(self, *arguments)
 
+    def new_pointer_type(kind: Any, element_ty: Any, address_space: str = "global", const: bool = False) -> Any:
+        """Return the only type of these pointers."""
+        key = element_ty, address_space, const
+        if key not in pointer_types:
+            new = object.__new__(kind)
+            inner_init_pointer(new, *key)
+            pointer_types[key] = new
+        return pointer_types[key]
+
+    def init_handle(self: Any, data: Any, kind: Any, attributes: Any = None) -> None:
+        """Initialize a handle; whether its type has room for its elements is checked once for each pair of types."""
+        self.data, self.dtype, self.attr = data, kind, {} if attributes is None else attributes
+        if vars(kind).get("of_handles") is not data.dtype:
+            self.__post_init__()
+            kind.of_handles = data.dtype
+
+    semantic, builder = inner.interpreter_semantic, inner.interpreter_builder
+    check, broadcast = semantic.binary_op_type_checking_impl, semantic.broadcast_impl_value
+    unchanged: dict[Any, Any] = {}
+    broadcasts: dict[Any, Any] = {}
     block_type = core.block_type
     inner_init, inner_init_type = core.tensor.__init__, block_type.__init__
+    pointer_type = core.pointer_type
+    inner_init_pointer = pointer_type.__init__
     block_types: dict[Any, Any] = {}
+    pointer_types: dict[Any, Any] = {}
+    semantic.binary_op_type_checking_impl, semantic.broadcast_impl_value = check_types, broadcast_both
+    inner._patch_attr = patch_attribute
     inner._patch_builtin, inner._patch_lang, inner._get_np_dtype = patch_builtins, patch_language, dtype_of
-    core.tensor.__init__ = init_tensor
+    core.tensor.__init__, inner.TensorHandle.__init__ = init_tensor, init_handle
     block_type.__new__, block_type.__init__ = new_block_type, init_block_type
+    pointer_type.__new__, pointer_type.__init__ = new_pointer_type, lambda *_, **__: None
     options = inner.interpreter_builder.options
     if not options.debug:  # without debug the result of its overflow check of integer additions is not used
         inner.interpreter_builder.options = replace(options, sanitize_overflow=False)
