@@ -21,11 +21,14 @@ from typing import Any
 
 import torch
 from fork_server import ForkServer
+from tiers import TIER
 from tiny_run import tiny_config
 from torch import Tensor
 
 SECONDS = 1800
 """Timeout of a run."""
+BATCH = 12 if TIER == "fast" else 24
+"""Samples of a step, in micro batches of 2."""
 EXACT: dict[str, Any] = {
     "trainer__precision": "64",
     "trainer__max_steps": 3,
@@ -34,10 +37,11 @@ EXACT: dict[str, Any] = {
     "trainer__limit_val_batches": 0.0137,
     "trainer__gradient_clip_val": 0.05,
     "model__num_layers": 2,
-    "model__global_batch_size": 24,
+    "model__global_batch_size": BATCH,
     "exp_manager__checkpoint_callback_params": {"save_top_k": -1},
 }
-"""fp64 with dropout, accumulation, and clipping below every gradient norm; 12 micro batches for 1, 2, 3, 4 or 6 ranks.
+"""fp64 with dropout, accumulation, and clipping below every gradient norm; 12 micro batches for 1, 2, 3, 4 or 6 ranks,
+in the fast tier 6 for 1, 2 or 3.
 
 Validation has 7 micro batches, which do not divide evenly over several ranks."""
 
@@ -140,8 +144,8 @@ class Planted(torch.autograd.Function):
 class UnevenTargets:
     """Samples with many ignored labels, so that ranks have very different numbers of targets, in one step even none.
 
-    In sample i, labels from index (i * i) % (S + 1) on are ignored; in samples 24 to 47, the second step of `EXACT`,
-    every other pair of samples has none.
+    In sample i, labels from index (i * i) % (S + 1) on are ignored; in those of the second step of `EXACT`, every other
+    pair of samples has none.
     """
 
     def __init__(self, samples: Any) -> None:
@@ -155,7 +159,7 @@ class UnevenTargets:
         fields = batch_tensors(self._all.batch(first, count))
         labels = fields["labels"].clone()
         for row, position in enumerate(range(first, first + count)):
-            empty = 24 <= position < 48 and position % 4 > 1
+            empty = BATCH <= position < 2 * BATCH and position % 4 > 1
             labels[row, 0 if empty else position * position % (labels.shape[1] + 1) :] = -100
         return {**fields, "labels": labels}
 

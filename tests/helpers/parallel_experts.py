@@ -226,7 +226,8 @@ def compare_peers(directory: str, size: int, cases: list[list[Any]]) -> list[dic
     """Run the layers of experts of `Experts` with `flex`, over memory of the host, on `size` ranks, several times each.
 
     A case is [changes of `Experts`, options]: `dropped` assignments, `frozen` weights, `compile` to a graph, in `fp64`
-    without Triton's interpreter, and all assignments to the experts of one rank (`crowded`).
+    without Triton's interpreter, all assignments to the experts of one rank (`crowded`), and other numbers of `tokens`
+    than usual.
 
     Returns:
         The largest differences from `alltoall`.
@@ -278,7 +279,7 @@ def _compare_peers(
     calls: list[Any] = [experts.forward for experts in both]
     if "compile" in options:
         calls[0] = torch.compile(both[0].forward, backend=options["compile"], fullgraph=True, dynamic=False)
-    for tokens in (12, 7, 20):
+    for tokens in options.get("tokens", (12, 7, 20)):
         chosen = torch.rand(tokens, number, generator=generator).argsort(1)[:, :2].contiguous()
         if "crowded" in options:
             chosen = torch.arange(2).expand(tokens, 2).contiguous()

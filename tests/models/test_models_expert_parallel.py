@@ -10,7 +10,7 @@ import torch
 from fork_server import ForkServer
 from host_memory import HostMemory
 from parallel_models import build
-from tiers import extra, full_only
+from tiers import TIER, extra, full_only
 
 from stoker.models.parallel.collectives import TensorParallel
 from stoker.models.parallel.expert import ExpertParallel
@@ -133,7 +133,7 @@ def test_what_cannot_be_split_is_refused(
 OVERLAPPED: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({}, {"compile": True}),
     *extra(({"dispatcher": "allgather"}, {"compile": True}), ({"bias": True}, {"compile": True, "dropped": True})),
-    ({}, {"compile": True, "frozen": True}),
+    *extra(({}, {"compile": True, "frozen": True})),
     ({"bias": True, "gated": False, "nonlinearity": "gelu"}, {"dropped": True}),
     ({"dispatcher": "allgather"}, {"frozen": True}),
     *extra(({}, {"inductor": True}), ({"dispatcher": "allgather"}, {"inductor": True})),
@@ -173,8 +173,10 @@ def test_compiled_layers_exchange_tokens_inside_their_graphs(forks: ForkServer, 
         assert all(value < 1e-12 for value in differences.values()), (case, differences)
 
 
+SIZES = {} if TIER != "fast" else {"tokens": [12]}
+"""A graph is compiled for each number of tokens."""
 IN_MEMORY: list[tuple[dict[str, Any], dict[str, Any]]] = [
-    ({"bias": True}, {"compile": "aot_eager", "dropped": True}),
+    ({"bias": True}, {"compile": "aot_eager", "dropped": True, **SIZES}),
     ({"dropout": 0.3}, {"fp64": True, "dropped": True}),
     *extra(({"nonlinearity": "gelu", "gated": False}, {"fp64": True, "crowded": True})),
     ({}, {"fp64": True, "crowded": True, "frozen": True}),
