@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import os
 import random
 from collections.abc import Callable, Iterable
@@ -30,6 +31,26 @@ def cases(values: Iterable[T], fast: int) -> list[T]:
     if TIER != "fast" or len(values) <= fast:
         return values
     return [values[i] for i in sorted(random.Random(0).sample(range(len(values)), fast))]
+
+
+def spread(*axes: Iterable[Any]) -> list[tuple[Any, ...]]:
+    """Return all combinations of the values of these axes, in the fast tier few that have each value at least once.
+
+    There the row has a place in the longest axis and digits, its places in the others. A tuple is several parameters.
+    """
+    lists = [list(axis) for axis in axes]
+    rows = list(itertools.product(*lists))
+    if TIER == "fast":
+        longest = max(range(len(lists)), key=lambda place: len(lists[place]))
+        strides, stride = [1] * len(lists), 1
+        for place in sorted(set(range(len(lists))) - {longest}, key=lambda place: len(lists[place])):
+            strides[place], stride = stride, stride * len(lists[place])
+        number = max((len(values) - 1) * each + 1 for values, each in zip(lists, strides, strict=True))
+        rows = [
+            tuple(values[row // each % len(values)] for values, each in zip(lists, strides, strict=True))
+            for row in range(number)
+        ]
+    return [tuple(itertools.chain(*(each if isinstance(each, tuple) else (each,) for each in row))) for row in rows]
 
 
 def extra(*values: T) -> tuple[T, ...]:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiers import cases, looped
+from tiers import looped, spread
 from torch import Tensor
 
 from stoker.kernels.attention.decode import (
@@ -92,10 +92,13 @@ def appended(kind: str, interleaved: bool, dtype: torch.dtype, splits: int | Non
 
 
 @interpreted
-@pytest.mark.parametrize("kind", cases(["none", "whole", "part", "xpos"], fast=2))
-@pytest.mark.parametrize("splits", [1, 2])
 @pytest.mark.parametrize(
-    ("interleaved", "dtype"), [(False, torch.float64), (True, torch.float32), (False, torch.bfloat16)]
+    ("kind", "interleaved", "dtype", "splits"),
+    spread(
+        ("none", "whole", "part", "xpos"),
+        [(False, torch.float64), (True, torch.float32), (False, torch.bfloat16)],
+        (1, 2),
+    ),
 )
 def test_attention_appends_the_token(kind: str, interleaved: bool, dtype: torch.dtype, splits: int) -> None:
     appended(kind, interleaved, dtype, splits)

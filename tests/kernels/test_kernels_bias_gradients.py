@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from compiled_graphs import CompiledGraphs
-from tiers import DEVICES, cases, full_only
+from tiers import DEVICES, cases, full_only, spread
 from torch import Tensor
 
 from stoker.kernels import bias_gradients as module
@@ -41,8 +41,10 @@ def test_activation_equals_autograd_in_fp64(
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("heads", "groups", "width"), [(3, 3, 8), (12, 4, 64), (5, 1, 72)])
+@pytest.mark.parametrize(
+    ("dtype", "heads", "groups", "width"),
+    spread((torch.float32, torch.bfloat16), [(3, 3, 8), (12, 4, 64), (5, 1, 72)]),
+)
 def test_join_concatenates_and_sums(
     device: str, dtype: torch.dtype, heads: int, groups: int, width: int, monkeypatch: Any
 ) -> None:

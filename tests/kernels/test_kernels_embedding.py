@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
-from tiers import DEVICES, cases, full_only
+from tiers import DEVICES, full_only, spread
 from torch import Tensor
 
 from stoker.kernels import embedding as module
@@ -30,9 +32,10 @@ PLACES = [3, 2 * SPAN, SPAN * (2 * SPANS + 1) + 3]
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("places", "width"), cases([(places, width) for places in PLACES for width in (24, 1100)], 3))
+@pytest.mark.parametrize(
+    ("width", "places", "dtype", "distribution"),
+    spread(product((24, 1100), PLACES), (torch.float32, torch.bfloat16), DISTRIBUTIONS),
+)
 def test_gradient_is_that_of_fp64_and_repeats(
     places: int, width: int, dtype: torch.dtype, distribution: str, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from attention_cases import Case, Problem, assert_accurate, build, run
 from fork_server import ForkServer
-from tiers import cases, extra, full_only
+from tiers import cases, extra, full_only, spread
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from stoker.kernels import flash_attention
@@ -182,8 +182,9 @@ def test_bounds_of_documents(entries: list[int]) -> None:
         assert (begins[row], ends[row]) == document
 
 
-@pytest.mark.parametrize(("by_keys", "together"), [(False, 5), (True, 8), (False, 2), (True, 1)])
-@pytest.mark.parametrize("entries", DOCUMENTS)
+@pytest.mark.parametrize(
+    ("by_keys", "together", "entries"), spread([(False, 5), (True, 8), (False, 2), (True, 1)], DOCUMENTS)
+)
 def test_tiles_of_documents_are_dealt_once_each_and_evenly(
     monkeypatch: pytest.MonkeyPatch, entries: list[int], by_keys: bool, together: int
 ) -> None:

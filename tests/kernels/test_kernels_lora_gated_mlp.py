@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiers import DEVICES, cases, full_only, looped
+from tiers import DEVICES, cases, full_only, looped, spread
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -60,15 +60,17 @@ def wide(given: dict[str, Tensor]) -> dict[str, Tensor]:
 
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("kind", cases(NONLINEARITIES, fast=2))
 @pytest.mark.parametrize(
-    "size",
-    [
-        {"rows": 5, "hidden": 24, "width": 40, "rank": 3},
-        {"rows": 70, "hidden": 32, "width": 144, "rank": 16, "parts": 1},
-        {"rows": 67, "hidden": 16, "width": 130, "rank": 20},
-    ],
-    ids=lambda size: f"{size['rows']}-{size['width']}-{size['rank']}",
+    ("kind", "size"),
+    spread(
+        cases(NONLINEARITIES, fast=2),
+        [
+            {"rows": 5, "hidden": 24, "width": 40, "rank": 3},
+            {"rows": 70, "hidden": 32, "width": 144, "rank": 16, "parts": 1},
+            {"rows": 67, "hidden": 16, "width": 130, "rank": 20},
+        ],
+    ),
+    ids=lambda value: value if isinstance(value, str) else f"{value['rows']}-{value['width']}-{value['rank']}",
 )
 def test_function_equals_plain_torch_in_fp64(device: str, kind: str, size: dict[str, int]) -> None:
     given = drawn(**size, device=device)

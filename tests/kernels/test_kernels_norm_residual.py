@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from compiled_graphs import CompiledGraphs
-from tiers import DEVICES, cases, full_only
+from tiers import DEVICES, full_only, spread
 from torch import Tensor
 
 from stoker.kernels import norm_residual as module
@@ -73,9 +73,7 @@ SHAPES = [(6, 40), (8, 1024), (34, 1500), (1200, 24)]
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("twice", [False, True])
-@pytest.mark.parametrize(("rows", "width"), cases(SHAPES, fast=2))
+@pytest.mark.parametrize(("rows", "width", "twice", "kind"), spread(SHAPES, (False, True), KINDS))
 def test_gradients_are_those_of_fp64(
     rows: int, width: int, twice: bool, kind: str, device: str, monkeypatch: Any
 ) -> None:
@@ -141,10 +139,9 @@ def test_an_fp32_stream_beside_16_bit_weights(dtype: torch.dtype, kind: str, dev
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("biased", [True, False])
-@pytest.mark.parametrize("learns", [True, False])
-@pytest.mark.parametrize(("rows", "width"), cases(SHAPES, fast=2))
+@pytest.mark.parametrize(
+    ("rows", "width", "learns", "biased", "kind"), spread(SHAPES, (True, False), (True, False), KINDS)
+)
 def test_projection_has_the_gradients_of_fp64_and_keeps_no_norm(
     rows: int, width: int, learns: bool, biased: bool, kind: str, device: str, monkeypatch: Any
 ) -> None:

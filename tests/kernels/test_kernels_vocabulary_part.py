@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
-from tiers import DEVICES
+from tiers import DEVICES, spread
 from torch import Tensor
 
 from stoker.kernels import vocabulary_part
@@ -41,11 +42,14 @@ def loss_and_gradient(logits: Tensor, labels: Tensor, denominator: Tensor, **opt
     return losses * (labels != -100), torch.cat(gradients, dim=1)[:, :VOCABULARY]
 
 
-@pytest.mark.parametrize("smoothing", [0.0, 0.1])
-@pytest.mark.parametrize("softcap", [0.0, 2.5])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("smoothing", "softcap", "interpreted", "dtype"),
+    spread(
+        (0.0, 0.1), (0.0, 2.5), product((False, True), (torch.float64, torch.float32, torch.bfloat16)),
+    ),
+    ids=str,
+)  # fmt: skip
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("interpreted", [False, True])
 def test_ranks_have_loss_and_gradient_of_one(
     monkeypatch: pytest.MonkeyPatch,
     device: str,

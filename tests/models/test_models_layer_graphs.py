@@ -120,7 +120,7 @@ NOISE = {"hidden_dropout": 0.1, "moe_dropout": 0.1, "moe_input_jitter_eps": 0.2,
     "keys",
     [
         {"position_embedding_type": "rope"},
-        {"hidden_dropout": 0.1, "attention_dropout": 0.1},
+        *extra({"hidden_dropout": 0.1, "attention_dropout": 0.1}),
         {"position_embedding_type": "relative", "fp32_residual_connection": True},  # layers share a learned bias
         {"position_embedding_type": "relative", "transformer_block_type": "post_ln", "num_layers": 1},
         EXPERTS | {"moe_aux_loss_coeff": 0.1, "moe_z_loss_coeff": 0.1, "transformer_block_type": "parallel_ln"},
@@ -134,7 +134,7 @@ def test_a_gpt_has_the_losses_and_gradients_of_eager_layers(keys: dict[str, Any]
     assert [each.replays for each in captured] == [8 - WARM_UP_MICRO_BATCHES] * 2 * keys.get("num_layers", 3)
 
 
-@pytest.mark.parametrize("keys", [{}, {"position_embedding_type": "relative", "hidden_dropout": 0.1}])
+@pytest.mark.parametrize("keys", [*extra({}), {"position_embedding_type": "relative", "hidden_dropout": 0.1}])
 def test_a_t5_has_the_losses_and_gradients_of_eager_layers(keys: dict[str, Any]) -> None:
     """The output of the encoder is an input of all layers of the decoder, which has a gradient."""
     ours, theirs, captured = t5(**keys), t5(**keys), list[Recorded]()
@@ -153,7 +153,7 @@ def test_a_t5_has_the_losses_and_gradients_of_eager_layers(keys: dict[str, Any])
         {"moe_aux_loss_coeff": 0.1, "moe_router_force_load_balancing": True},
         {"moe_layer_freq": 2, "moe_expert_capacity_factor": 1.0},  # a layer without experts, as a whole
         {"moe_shared_expert_intermediate_size": 8, **NOISE},
-        {"transformer_block_type": "post_ln"},
+        *extra({"transformer_block_type": "post_ln"}),
     ],
 )
 def test_layers_up_to_their_experts(monkeypatch: pytest.MonkeyPatch, keys: dict[str, Any]) -> None:

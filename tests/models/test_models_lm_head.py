@@ -3,14 +3,16 @@
 import pytest
 import torch
 from peft_models import batch_of, model_of
-from tiers import looped
+from tiers import looped, spread
 
 from stoker.models.lm_head import token_loss
 
 
-@pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("denominator", [10.0, torch.tensor(10.0), torch.tensor(10)], ids=["number", "fp32", "int64"])
-@pytest.mark.parametrize("family", ["gpt", "t5"])
+@pytest.mark.parametrize(
+    ("family", "denominator", "training"),
+    spread(("gpt", "t5"), (10.0, torch.tensor(10.0), torch.tensor(10)), (True, False)),
+    ids=str,
+)
 def test_nothing_is_left_to_multiply_gradients_with(family, denominator, training):
     """Backward starts in the operation, with a gradient of 1: there is no division behind it."""
     model, batch = model_of(family, None), batch_of(family)

@@ -64,12 +64,12 @@ def same_bits(module, weights):
 
 
 def test_twenty_lines_train_to_the_bits_of_stoker_train(tmp_path):
-    config = configured(steps=20)
+    config = configured(steps=8)
     module = stoker.GPTModule(config)
     trainer = pl.Trainer(
         accelerator="cpu",
-        max_steps=20,
-        val_check_interval=40,  # micro batches
+        max_steps=8,
+        val_check_interval=16,  # micro batches
         check_val_every_n_epoch=None,
         limit_val_batches=2,
         callbacks=[
@@ -82,8 +82,8 @@ def test_twenty_lines_train_to_the_bits_of_stoker_train(tmp_path):
         enable_progress_bar=False,
     )
     trainer.fit(module, stoker.TokenDataModule(config))
-    assert trainer.global_step == 20
-    assert same_bits(module, stoker_train(tmp_path / "run", steps=20))
+    assert trainer.global_step == 8
+    assert same_bits(module, stoker_train(tmp_path / "run", steps=8))
     logged = next(tmp_path.rglob("metrics.csv")).read_text()
     assert all(name in logged.splitlines()[0] for name in ("loss", "grad_norm", "val_loss", "lr/pg1"))
     restored = stoker.GPTModule.load_from_checkpoint(tmp_path / "kept" / "last.ckpt")

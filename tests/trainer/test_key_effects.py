@@ -370,7 +370,7 @@ BEFORE: dict[str, Any] = {}
 FIRST = {row.key: row for row in reversed(ROWS)}.values()
 
 
-@pytest.mark.parametrize("row", cases([row for row in ROWS if row in FIRST or extra(row)], fast=80), ids=str)
+@pytest.mark.parametrize("row", cases([row for row in ROWS if row in FIRST or extra(row)], fast=48), ids=str)
 def test_a_key_changes_what_it_says(row: Row, harness: ConfigHarness) -> None:
     others = dict(row.others or {})
     if row.observable in (data, first_batch) and others == TEXT:

@@ -14,7 +14,7 @@ from saved_activations import (
     saved_compiled,
     saved_eager,
 )
-from tiers import cases, extra, full_only
+from tiers import cases, extra, full_only, spread
 
 from stoker.models.build import TORCH_DTYPES
 from stoker.models.layer_cost import layer_traffic
@@ -278,8 +278,7 @@ def split_inputs(name, sequence, *, compiled):
     return plan_inputs([*CASES[name], *keys], compiled=compiled, ranks=2)
 
 
-@pytest.mark.parametrize("sequence", [False, True])
-@pytest.mark.parametrize("name", cases(list(SPLIT), fast=2))
+@pytest.mark.parametrize(("name", "sequence"), spread(cases(list(SPLIT), fast=2), (False, True)))
 def test_layers_of_a_tensor_parallel_rank_keep_what_autograd_saves(name, sequence, monkeypatch):
     facts = split_inputs(name, sequence, compiled=False)
     plan = memory_plan(facts)
