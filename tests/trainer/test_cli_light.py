@@ -1,53 +1,45 @@
 """Help, mistyped keys and wrong paths are answered without importing torch, which takes seconds."""
 
-import json
-import subprocess
-import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from fork_server import ForkServer
 
 from stoker.trainer.cli.list_names import TOPICS
 from stoker.trainer.cli.main import VERBS, main
 
-CHILD = """
-import contextlib, io, json, sys
-from stoker.trainer.cli.main import main
 
-found = []
-for arguments in json.loads(sys.argv[1]):
-    out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        try:
-            code = main(arguments)
-        except SystemExit as end:
-            code = end.code
-    heavy = sorted({"torch", "transformers", "lightning", "lm_eval", "pytorch_lightning"} & set(sys.modules))
-    found.append([code, err.getvalue(), heavy])
-    if heavy:
-        break
-print(json.dumps(found))
-"""
+@pytest.fixture(scope="module")
+def processes() -> Iterator[ForkServer]:
+    """Run functions in child processes of one that has imported the command line only."""
+    server = ForkServer("stoker.trainer.cli.main")
+    yield server
+    server.close()
 
 
-def answers(arguments: list[list[str]], folder) -> list[tuple[int, str]]:
-    """Return exit code and standard error of each command line; fail at the first that imports torch."""
-    command = [sys.executable, "-c", CHILD, json.dumps(arguments)]
-    found = json.loads(subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True).stdout)
-    for words, (code, error, heavy) in zip(arguments, found, strict=False):
-        assert heavy == [], f"stoker {' '.join(words)} ({code}) imports {', '.join(heavy)}: {error}"
-    return [(code, error) for code, error, _ in found]
+@pytest.fixture
+def answers(processes: ForkServer, tmp_path: Path) -> Callable[[list[list[str]]], list[tuple[int, str]]]:
+    """Run command lines in `tmp_path`, with their exit codes and standard errors; fail at one that imports torch."""
+
+    def run(arguments: list[list[str]]) -> list[tuple[int, str]]:
+        found = processes.call("light_commands", "answers", arguments, str(tmp_path))
+        for words, (code, error, heavy) in zip(arguments, found, strict=False):
+            assert heavy == [], f"stoker {' '.join(words)} ({code}) imports {', '.join(heavy)}: {error}"
+        return [(code, error) for code, error, _ in found]
+
+    return run
 
 
-def test_help_imports_no_torch(tmp_path):
-    assert all(code == 0 for code, _ in answers([[verb, "--help"] for verb in VERBS], tmp_path))
+def test_help_imports_no_torch(answers):
+    assert all(code == 0 for code, _ in answers([[verb, "--help"] for verb in VERBS]))
 
 
-def test_composition_is_shown_without_torch(tmp_path):
+def test_composition_is_shown_without_torch(answers):
     verbs = ["train", "finetune", "config", "plan", "explain", "explain attention"]
     words = ["--cfg job", "--info", "-c all --resolve hydra/sweeper=optuna", "--info plugins"]
     commands = [f"{verb} {word}".split() for verb in verbs for word in words]
-    assert all(code == 0 for code, _ in answers(commands, tmp_path))
+    assert all(code == 0 for code, _ in answers(commands))
 
 
 @pytest.fixture
@@ -59,16 +51,16 @@ def folders(tmp_path):
     return tmp_path
 
 
-def test_lists_import_no_torch(tmp_path):
-    assert all(code == 0 for code, _ in answers([["list", topic] for topic in TOPICS], tmp_path))
+def test_lists_import_no_torch(answers):
+    assert all(code == 0 for code, _ in answers([["list", topic] for topic in TOPICS]))
 
 
-def test_reports_import_no_torch(tmp_path):
+def test_reports_import_no_torch(answers, tmp_path):
     old = Path(__file__).parents[1] / "data" / "run_0_1_0" / "run"
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}')
     commands = [["report", str(old), "--output", "page.html"], ["compare", str(old), "other"]]
-    assert [code for code, _ in answers(commands, tmp_path)] == [0, 0]
+    assert [code for code, _ in answers(commands)] == [0, 0]
 
 
 def test_all_that_keeps_a_run_from_starting_is_told_at_once(folders, monkeypatch, capsys):
@@ -88,7 +80,7 @@ def test_all_that_keeps_a_run_from_starting_is_told_at_once(folders, monkeypatch
         assert words in error, error
 
 
-def test_wrong_keys_and_paths_are_reported_without_torch(folders):
+def test_wrong_keys_and_paths_are_reported_without_torch(folders, answers):
     cases = {
         "train model.num_layer=3": "did you mean model.num_layers?",
         "train exp_manager.explicit_log_dir=file": "File exists; set exp_manager.explicit_log_dir",
@@ -119,7 +111,7 @@ def test_wrong_keys_and_paths_are_reported_without_torch(folders):
         "doctor --nothing": "unknown: --nothing",
         "config --verbose": "fix: `stoker config --help` lists the options",
     }
-    found = answers([case.split() for case in cases], folders)
+    found = answers([case.split() for case in cases])
     for (case, message), (code, error) in zip(cases.items(), found, strict=True):
         assert code in (2, 74), f"{case}: {error}"
         assert message in error, f"{case}: {error}"
