@@ -384,8 +384,8 @@ def triton_cast(
         *operands, *(None if x is None else x.view(torch.int32) for x in (row_amax, column_amax, product_amax)),
         *results, dots, height, width, padded, _row_stride(operands), results[1].stride(0), results[3].stride(0),
         PRODUCER=producer, KIND=activation, TOPK=topk, GRANULARITY=granularity, ROWS=rows, COLUMNS=columns,
-        PRODUCT=bool(product_format), MAX=MAX_VALUE[format],  # pyrefly: ignore[bad-index]
-        PRODUCT_MAX=MAX_VALUE[product_format or format],  # pyrefly: ignore[bad-index]
+        PRODUCT=bool(product_format), MAX=MAX_VALUE[format],
+        PRODUCT_MAX=MAX_VALUE[product_format or format],
         FACTOR=2.0**margin, enable_fp_fusion=True, **block,
     )  # fmt: skip
     return *results, dots.sum(0) if has_dots else dots

@@ -31,7 +31,7 @@ class _Fp8Experts(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, gates: Tensor, up: Tensor, down: Tensor, order: Tensor, ends: Tensor, places: Tensor,
         multiple: int, recipe: Fp8Recipe, nonlinearity: str, gated: bool, reduce: Reduce | None,
-        weight_reduce: Reduce | None, *casts: Tensor | None,
+        weight_reduce: Reduce | None, *casts: Any,
     ) -> Tensor:  # fmt: skip
         _, _, needs_up, _ = ctx.needs_input_grad[:4]
         options: dict[str, Any] = {"fast_accumulation": True, "multiple": multiple}
@@ -39,8 +39,8 @@ class _Fp8Experts(torch.autograd.Function):
             Source("gather", (hidden, order, places)), recipe.forward, recipe.inputs, columns=needs_up, reduce=reduce,
             margin=recipe.margin,
         )  # fmt: skip
-        up_rows, kept_up = forward_cast(up.flatten(0, 1), casts[:4], recipe, weight_reduce)  # pyrefly: ignore[bad-argument-type]
-        down_rows, kept_down = forward_cast(down.flatten(0, 1), casts[4:], recipe, weight_reduce)  # pyrefly: ignore[bad-argument-type]
+        up_rows, kept_up = forward_cast(up.flatten(0, 1), casts[:4], recipe, weight_reduce)
+        down_rows, kept_down = forward_cast(down.flatten(0, 1), casts[4:], recipe, weight_reduce)
         assert rows.rows is not None
         projected, _ = grouped_scaled_matmul(rows.rows, up_rows, ends, up.shape[1], hidden.dtype, **options)
         found: tuple[Tensor | None, Tensor | None] = (None, None)

@@ -28,14 +28,14 @@ class _Fp8GatedMLP(torch.autograd.Function):
     def forward(
         ctx: Any, inputs: Tensor, up: Tensor, down: Tensor, recipe: Fp8Recipe, activation: str,
         reduce: Reduce | None, weight_reduce: Reduce | None, producer: Producer | None, kind: str,
-        *tensors: Tensor | None,
+        *tensors: Any,
     ) -> Tensor:  # fmt: skip
         needs_inputs, needs_up, needs_down = ctx.needs_input_grad[:3]
         casts = tensors[:8]
-        read = inputs.flatten(0, -2) if producer is None else Source(producer, tensors[8:], kind)  # pyrefly: ignore[bad-argument-type]
+        read = inputs.flatten(0, -2) if producer is None else Source(producer, tensors[8:], kind)
         hidden = quantize(read, recipe.forward, recipe.inputs, columns=needs_up, reduce=reduce, margin=recipe.margin)
-        up_rows, kept_up = forward_cast(up, casts[:4], recipe, weight_reduce)  # pyrefly: ignore[bad-argument-type]
-        down_rows, kept_down = forward_cast(down, casts[4:], recipe, weight_reduce)  # pyrefly: ignore[bad-argument-type]
+        up_rows, kept_up = forward_cast(up, casts[:4], recipe, weight_reduce)
+        down_rows, kept_down = forward_cast(down, casts[4:], recipe, weight_reduce)
         assert hidden.rows is not None
         gate_up = scaled_matmul(hidden.rows, up_rows, inputs.dtype, fast_accumulation=True)
         source = Source("gated", (gate_up,), activation)

@@ -7,9 +7,9 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from .recipe import TILE, Format, Granularity
+from .recipe import TILE, Granularity
 
-DTYPES: dict[Format, torch.dtype] = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+DTYPES: dict[str, torch.dtype] = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 Producer = Literal[
     "none", "gather", "activation", "gated", "activation_backward", "gated_backward", "rms_norm", "layer_norm"
 ]
@@ -99,7 +99,7 @@ def empty_cast(
     like: Tensor, height: int, width: int, format: str, granularity: str, wanted: bool
 ) -> tuple[Tensor, Tensor]:
     """Return uninitialized data and scale of a cast (height, width), in the layout of `Quantized`."""
-    dtype = DTYPES[format]  # pyrefly: ignore[bad-index]
+    dtype = DTYPES[format]
     if not wanted:
         return like.new_empty(0, dtype=dtype), like.new_empty(0, dtype=torch.float32)
     data = like.new_empty(height, width, dtype=dtype)

@@ -222,7 +222,7 @@ def transpose(matrix: Quantized) -> Quantized:
     Returns:
         (K, N), with the granularity of `matrix`.
     """
-    format: Format = next(name for name, dtype in DTYPES.items() if dtype == matrix.data.dtype)
+    format = next(name for name, dtype in DTYPES.items() if dtype == matrix.data.dtype)
     largest = torch.full((1,), MAX_VALUE[format], dtype=torch.float32, device=matrix.data.device)  # a scale of 1
     data = _cast([matrix.data], "none", "", largest, largest, format, "tensor", 0, False, True)[2]
     scale = matrix.scale

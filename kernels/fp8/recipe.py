@@ -13,7 +13,7 @@ Granularity = Literal["tensor", "row", "tile", "block"]
 
 TILE = 128
 """Width of a tile and of a block."""
-MAX_VALUE: dict[Format, float] = {"e4m3": 448.0, "e5m2": 57344.0}
+MAX_VALUE: dict[str, float] = {"e4m3": 448.0, "e5m2": 57344.0}
 """Largest finite values (Micikevicius et al., FP8 Formats for Deep Learning, arXiv 2209.05433, table 1)."""
 
 

@@ -91,14 +91,14 @@ def triton_row_cast(
     """Launch the kernel of `cast_activated`; returns data, scale, amax and peaks."""
     height, width = source_shape(producer, [source])
     source = source.contiguous()
-    data = source.new_empty(height, width, dtype=DTYPES[format])  # pyrefly: ignore[bad-index]
+    data = source.new_empty(height, width, dtype=DTYPES[format])
     scale = source.new_empty(height, 1, dtype=torch.float32)
     amax, peaks = (source.new_empty(height, dtype=torch.float32) for _ in range(2))
     if data.numel():
         block = min(_LARGEST_BLOCK, next_power_of_2(width))
         row_cast_kernel[(height,)](
             source, data, scale, amax.view(torch.int32), peaks.view(torch.int32), width,
-            PARTS=2 if producer == "gated" else 1, KIND=activation, MAX=MAX_VALUE[format],  # pyrefly: ignore[bad-index]
+            PARTS=2 if producer == "gated" else 1, KIND=activation, MAX=MAX_VALUE[format],
             FACTOR=2.0**margin, ONE_BLOCK=width <= block, BLOCK=block,
             num_warps=8 if block > 2048 else 4, enable_fp_fusion=True,
         )  # fmt: skip
@@ -128,7 +128,7 @@ def _(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     height, width = source_shape(producer, [source])
     amax, peaks = (source.new_empty(height, dtype=torch.float32) for _ in range(2))
-    data = source.new_empty(height, width, dtype=DTYPES[format])  # pyrefly: ignore[bad-index]
+    data = source.new_empty(height, width, dtype=DTYPES[format])
     return data, source.new_empty(height, 1, dtype=torch.float32), amax, peaks
 
 

@@ -9,6 +9,7 @@ from tiers import full_only
 
 from stoker.trainer.callbacks import expert_load
 from stoker.trainer.callbacks.expert_load import ExpertLoadMetrics
+from stoker.trainer.distributed.process_group import DistributedContext
 from stoker.trainer.loggers.expert_load_map import MAX_ROWS, ExpertLoadHistory, coefficient_of_variation, has_matplotlib
 from stoker.trainer.utils.errors import EXIT_IO, UserError
 
@@ -146,7 +147,7 @@ def test_the_picture(tmp_path):
 
 def test_without_matplotlib_there_is_one_line_and_no_picture(tmp_path, monkeypatch):
     monkeypatch.setattr(expert_load, "has_matplotlib", lambda: False)
-    load = ExpertLoadMetrics({}, ranks=None, load_map=filled(tmp_path / "x.json", 3))  # pyrefly: ignore[bad-argument-type]
+    load = ExpertLoadMetrics({}, ranks=DistributedContext(), load_map=filled(tmp_path / "x.json", 3))
     load.save(plot=True, last=True)
     assert [path.name for path in tmp_path.iterdir()] == ["x.json"]
 
@@ -154,7 +155,9 @@ def test_without_matplotlib_there_is_one_line_and_no_picture(tmp_path, monkeypat
 def test_a_picture_that_fails_is_told_once_and_stops_nothing(tmp_path, monkeypatch):
     said = []
     monkeypatch.setattr(expert_load, "has_matplotlib", lambda: True)
-    load = ExpertLoadMetrics({}, ranks=None, load_map=filled(tmp_path / "x.json", 3), report=said.append)  # pyrefly: ignore[bad-argument-type]
+    load = ExpertLoadMetrics(
+        {}, ranks=DistributedContext(), load_map=filled(tmp_path / "x.json", 3), report=said.append
+    )
     monkeypatch.setattr(ExpertLoadHistory, "write_png", lambda self: 1 / 0)  # pyrefly: ignore[division-by-zero]
     load.save(plot=True, last=True)
     load.save(plot=True, last=True)
@@ -162,7 +165,7 @@ def test_a_picture_that_fails_is_told_once_and_stops_nothing(tmp_path, monkeypat
 
 
 def test_a_full_disk_ends_the_run_with_its_code(tmp_path, monkeypatch):
-    load = ExpertLoadMetrics({}, ranks=None, load_map=filled(tmp_path / "gone" / "x.json", 3))  # pyrefly: ignore[bad-argument-type]
+    load = ExpertLoadMetrics({}, ranks=DistributedContext(), load_map=filled(tmp_path / "gone" / "x.json", 3))
     with pytest.raises(UserError, match="cannot write the expert load") as error:
         load.save(plot=False)
     assert error.value.exit_code == EXIT_IO
@@ -178,7 +181,7 @@ def test_pictures_take_a_small_part_of_the_time(tmp_path, monkeypatch):
         now[0] += 1.0
 
     monkeypatch.setattr(ExpertLoadHistory, "write_png", draw)
-    load = ExpertLoadMetrics({}, ranks=None, load_map=filled(tmp_path / "x.json", 3))  # pyrefly: ignore[bad-argument-type]
+    load = ExpertLoadMetrics({}, ranks=DistributedContext(), load_map=filled(tmp_path / "x.json", 3))
     while now[0] < 120:
         load.save(plot=True)
         now[0] += 7.0
