@@ -44,6 +44,7 @@ def detect_installed_software(device_type: str = "cpu") -> InstalledSoftware:
     return replace(found, te_problem=_te_problem())
 
 
+@cache
 def _version(distribution: str) -> tuple[int, int, int] | None:
     """Return (major, minor, patch) of an installed distribution without importing it, None if it is missing."""
     try:

@@ -555,6 +555,7 @@ def test_versions_come_without_imports(monkeypatch: pytest.MonkeyPatch) -> None:
         return versions[name]
 
     monkeypatch.setattr(metadata, "version", version)
+    installed_software._version.cache_clear()
     found = detect_installed_software()
     assert (found.triton, found.te, found.flash_attn) == ((3, 6), (2, 20), (2, 8, 3))
     assert (found.flash_attn_3, found.flash_attn_4, found.te_problem) == (False, True, "")
@@ -562,6 +563,7 @@ def test_versions_come_without_imports(monkeypatch: pytest.MonkeyPatch) -> None:
     broken = detect_installed_software("cuda").te_problem  # it is not here at all, which its metadata denies
     assert broken.startswith("transformer_engine is installed but cannot be imported: ModuleNotFoundError")
     installed_software._te_problem.cache_clear()
+    installed_software._version.cache_clear()
 
 
 def test_transformer_engine_gets_the_cudnn_of_torch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
