@@ -208,7 +208,7 @@ def _compare_overlapped(rank: int, size: int, changes: dict[str, Any], options: 
     configure_dynamo(traces_counts=True)
     if "inductor" in options:
         inductor_config.compile_threads = 1
-        compiled = torch.compile(experts.forward, fullgraph=True, dynamic=False)
+        compiled = torch.compile(experts.forward, backend="inductor", fullgraph=True, dynamic=False)
         found, code = run_and_get_code(run, compiled)
         counts = _count_operations(*(re.findall(r"torch\.ops\.([\w.]+)\(", each) for each in code))
     elif "compile" in options:
