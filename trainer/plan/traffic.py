@@ -1,4 +1,4 @@
-"""What a rank sends to the others in a training step: bytes of each collective, and the links that carry them.
+"""Traffic that a rank sends to the others in a training step: bytes of each collective, and the links that carry them.
 
 Parts of the model say what they send (`models.parallel.traffic`); this adds recomputation, the reduction of gradients
 and the gathering of weights. Losses, norms and counts, a few numbers a step, are left out.
