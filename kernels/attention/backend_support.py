@@ -8,6 +8,7 @@ Those of TransformerEngine and flash-attn are in `te_support.py`.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
@@ -19,6 +20,7 @@ from .te_support import why_not_flash_attn, why_not_te_flash, why_not_te_fused, 
 BackendFamily = Literal["flash", "fused", "unfused", "named"]
 BackendName = Literal[
     "triton",
+    "triton_atomic",
     "sdpa_flash",
     "sdpa_efficient",
     "sdpa_cudnn",
@@ -39,6 +41,8 @@ HOPPER_HEAD_DIMS = (64, 128, 256)
 MAX_HOPPER_REACH = 512
 # the fewest keys, by head width and causal mask, from which one backward kernel is faster than two on an H100
 FUSED_BACKWARD_FROM = {(64, True): 4096, (64, False): 16384, (128, False): 16384}
+# the fewest keys of that kernel where it adds up dQ in the order of arrival
+ATOMIC_BACKWARD_FROM = dict.fromkeys(itertools.product((64, 128), (False, True)), 1024)
 # the fewest and most keys, by head width and causal mask, between which forward and backward of the Hopper kernels took
 # less time together than cuDNN's, on H100 and H200 (docs/benchmarks.md): 1.00 to 1.36 times as fast
 FASTER_THAN_CUDNN = {
@@ -47,6 +51,8 @@ FASTER_THAN_CUDNN = {
     (256, True): (1024, 16384),
     (256, False): (1024, 16384),
 }
+# likewise those between which the Hopper kernels were fastest if dQ is added up in the order of arrival
+ATOMIC_IS_FASTEST = {(128, True): (3073, 16384)}
 MAX_SHORT_QUERIES = 128
 # calls of `short_backward_support` too, 1.01 to 1.36 times as fast on an H200: fewest queries, fewest and most keys,
 # and fewest heads times sequences; measured with 32, 114 and 128 queries, 128 to 2,048 keys and 72 to 768 heads
@@ -213,6 +219,30 @@ def why_not_triton(call: AttentionCall, installed: InstalledSoftware) -> str | N
     return None
 
 
+def why_not_triton_atomic(call: AttentionCall, installed: InstalledSoftware) -> str | None:
+    """Check the Hopper kernels with all gradients in one kernel that adds up dQ in the order of arrival."""
+    if reason := why_not_triton(call, installed):
+        return reason
+    if not uses_hopper_kernels(call, installed):
+        return "needs a call that triton's Hopper kernels support"
+    options = {"a bias": call.bias != "none", "packed documents": call.packed, "attention sinks": call.sinks}
+    if unsupported := [name for name, given in options.items() if given]:
+        return f"does not support {' or '.join(unsupported)}"
+    if not call.training:
+        return None
+    if call.deterministic:
+        return "adds up the gradient of the queries in the order of arrival: not deterministic"
+    fewest = ATOMIC_BACKWARD_FROM.get((call.head_dim, call.causal))
+    if fewest is None:
+        return f"needs head width 64 or 128, not {call.head_dim}"
+    if not fused_backward_support(
+        call.head_dim, call.queries, call.keys, causal=call.causal, relative_bias=False, atomic=True
+    ):
+        multiple = ", a multiple of 256 and as many queries" if call.causal else ""
+        return f"needs at least {fewest} keys{multiple}, not {call.queries} queries of {call.keys} keys"
+    return None
+
+
 def hopper_kernels_support(head_dim: int, *, options: tuple[object, ...], relative_bias: bool, reach: int) -> bool:
     """True if the sm_90 kernels support a call, apart from device and dtype.
 
@@ -239,12 +269,15 @@ def hopper_kernels_support_documents(head_dim: int, rows: int, *, causal: bool, 
     return head_dim <= 128 and rows <= 1 << 18 and causal and not bias
 
 
-def fused_backward_support(head_dim: int, queries: int, keys: int, *, causal: bool, relative_bias: bool) -> bool:
+def fused_backward_support(
+    head_dim: int, queries: int, keys: int, *, causal: bool, relative_bias: bool, atomic: bool = False
+) -> bool:
     """True if the sm_90 kernels, where they run, compute all gradients in one kernel, with sums of dQ in fp32.
 
     With a causal mask, for as many queries as keys and a multiple of 256 of them; `pair_tiles` may still decline.
+    With `atomic` these are added up in the order of arrival.
     """
-    shortest = FUSED_BACKWARD_FROM.get((head_dim, causal))
+    shortest = (ATOMIC_BACKWARD_FROM if atomic else FUSED_BACKWARD_FROM).get((head_dim, causal))
     return not (
         shortest is None or keys < shortest or relative_bias or (causal and (queries != keys or keys % 256 != 0))
     )
@@ -290,6 +323,12 @@ def is_faster_than_cudnn(call: AttentionCall, installed: InstalledSoftware) -> b
     return (is_faster or _few_queries_are_faster(call)) and uses_hopper_kernels(call, installed)
 
 
+def atomic_is_fastest(call: AttentionCall, installed: InstalledSoftware) -> bool:
+    """True if `triton_atomic` supports the training call and is measured to be faster than `triton` and cuDNN."""
+    fewest, most = ATOMIC_IS_FASTEST.get((call.head_dim, call.causal), (1, 0))
+    return call.training and fewest <= call.keys <= most and why_not_triton_atomic(call, installed) is None
+
+
 def _few_queries_are_faster(call: AttentionCall) -> bool:
     queries, fewest, most, heads = _SHORT_FASTER_THAN_CUDNN
     is_measured = call.queries >= queries and fewest <= call.keys <= most and call.batch * call.heads >= heads
@@ -299,7 +338,9 @@ def _few_queries_are_faster(call: AttentionCall) -> bool:
     )  # fmt: skip
 
 
-_FP32_DQ_ACCUMULATOR = ("sdpa_flash", "sdpa_cudnn", "sdpa_efficient", "flash_attn", "te_flash", "te_fused")
+_FP32_DQ_ACCUMULATOR = (
+    "triton_atomic", "sdpa_flash", "sdpa_cudnn", "sdpa_efficient", "flash_attn", "te_flash", "te_fused",
+)  # fmt: skip
 
 
 def accumulates_dq(backend: str, call: AttentionCall) -> bool:
@@ -395,6 +436,7 @@ BACKENDS = (
         supports_alibi_slopes=True,
         keyed_dropout=True,
     ),
+    Backend("triton_atomic", "flash", why_not_triton_atomic),
     Backend("te_flash", "flash", why_not_te_flash, supports_cu_seqlens=True, supports_compile=False),
     Backend("sdpa_efficient", "flash", why_not_sdpa_efficient),
     Backend("sdpa_cudnn", "fused", why_not_sdpa_cudnn),

@@ -10,6 +10,7 @@ from .backend_support import (
     BACKENDS_BY_NAME,
     Backend,
     BackendFamily,
+    atomic_is_fastest,
     is_faster_than_cudnn,
     uses_hopper_kernels,
 )
@@ -145,6 +146,10 @@ def preference_order(
             why = "measured on Hopper: triton is faster than cuDNN for this head width, mask and length"
         else:
             names.insert(names.index("sdpa_flash"), "triton")
+            if atomic_is_fastest(call, installed) and not transformer_engine:
+                names.remove("triton_atomic")
+                names.insert(0, "triton_atomic")
+                why = "measured on Hopper: triton_atomic is fastest for this head width, mask and length"
     elif call.dtype == "fp32":  # the memory-efficient CUTLASS kernels are tuned for fp32
         names.remove("triton")
         names.insert(names.index("sdpa_efficient") + 1, "triton")
@@ -350,6 +355,8 @@ def select_backend(
     if chosen.backend == "triton" and call.device == "cuda":
         kernels = "Hopper" if uses_hopper_kernels(call, usable) else "portable"
         notes = (*notes, f"triton runs its {kernels} kernels here.")
+    if chosen.backend == "triton_atomic" and call.training:
+        notes = (*notes, "triton_atomic adds up the gradients of queries in the order of arrival: not deterministic.")
     return BackendSelection(call, chosen.backend, rows, notes, warning)
 
 

@@ -1,10 +1,15 @@
-"""Flash attention on a GPU: scores that fp32 exponents do not resolve, and gradients joined in one tensor."""
+"""Flash attention on a GPU: scores that fp32 does not resolve, gradients in one tensor, dQ in the order of arrival."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import cast
 
 import pytest
 import torch
 
+from stoker.kernels import reference_attention
+from stoker.kernels.attention.backends.registry import ATTENTION_FUNCTIONS
 from stoker.kernels.attention.flash.kernel_arguments import FlashAttentionParams
 from stoker.kernels.attention.flash.ops import NeedsGradient, _gradients, _results, attention_and_lse
 from stoker.kernels.attention.inputs import AttentionInputs
@@ -86,3 +91,44 @@ def test_gradients_of_keys_and_values_in_one_tensor_have_the_same_bits(batch: in
         for one, other in ((apart[0], whole[0]), (apart[4], whole[4])):
             assert (one is None) == (other is None)
             assert one is None or other is None or torch.equal(one, other)
+
+
+@pytest.mark.parametrize(
+    ("causal", "queries", "keys"), [(True, 1024, 1024), (True, 2304, 2304), (False, 1024, 1024), (False, 700, 1100)]
+)
+@pytest.mark.parametrize("groups", [2, 8])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_gradients_of_queries_in_the_order_of_arrival(
+    head_dim: int, groups: int, causal: bool, queries: int, keys: int
+) -> None:
+    """As accurate as bf16, alone, compiled and repeated in a CUDA graph; with more tiles than multiprocessors."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs sm_90")
+    generator = torch.Generator(device="cuda").manual_seed(0)
+    shapes = ((4, queries, 8, head_dim), *((4, keys, groups, head_dim),) * 2)
+    q, k, v = (torch.randn(shape, device="cuda", generator=generator).bfloat16().requires_grad_() for shape in shapes)
+    upstream = torch.randn(shapes[0], device="cuda", generator=generator).bfloat16()
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return ATTENTION_FUNCTIONS["triton_atomic"](AttentionInputs(q, k, v, causal=causal))
+
+    def run(function: Callable[..., torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        out = function(q, k, v)
+        return out.detach(), *torch.autograd.grad(out, (q, k, v), upstream)
+
+    wide = [each.detach().double().requires_grad_() for each in (q, k, v)]
+    expected = cast("torch.Tensor", reference_attention(*wide, causal=causal))
+    exact = (expected.detach(), *torch.autograd.grad(expected, wide, upstream.double()))
+    found = [run(attend), run(torch.compile(attend, fullgraph=True))]
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    with torch.cuda.stream(stream):
+        run(attend)
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph, stream=stream):
+        captured = run(attend)
+    for _ in range(20):
+        graph.replay()
+        found.append(tuple(each.clone() for each in captured))
+    for results in found:
+        for ours, gold in zip(results, exact, strict=True):
+            assert (ours.double() - gold).norm() < 0.01 * gold.norm()

@@ -16,7 +16,7 @@ from offline_compile import disassembly, resources
 
 def variants() -> Iterator[tuple[str, Any, dict[str, Any]]]:
     """Yield (name, kernel, constexprs) of each kernel as launched by `hopper/launchers.py`."""
-    from stoker.kernels.attention.backend_support import FUSED_BACKWARD_FROM
+    from stoker.kernels.attention.backend_support import ATOMIC_BACKWARD_FROM, FUSED_BACKWARD_FROM
     from stoker.kernels.attention.flash.hopper import launchers
 
     for head_dim in (64, 128, 256):
@@ -45,10 +45,13 @@ def variants() -> Iterator[tuple[str, Any, dict[str, Any]]]:
                     options = shared | {"DOCUMENTS": documents}
                     yield "dq", launchers.hopper_dq, options | sums
                     yield "dkdv", launchers.hopper_dkdv, options | {"DIAGONALS": distance} | blocks.constants()
-            if (head_dim, causal) in FUSED_BACKWARD_FROM:
+            for ordered, fewest in ((True, FUSED_BACKWARD_FROM), (False, ATOMIC_BACKWARD_FROM)):
+                if (head_dim, causal) not in fewest:
+                    continue
                 blocks = launchers._FUSED[head_dim]
                 constants = {"BLOCK_M": blocks.queries, "BLOCK_N": blocks.keys, "STAGES": blocks.stages}
-                yield "fused", launchers.hopper_fused_backward, {"HEAD_DIM": head_dim, "CAUSAL": causal} | constants
+                constants |= {"HEAD_DIM": head_dim, "CAUSAL": causal, "ORDERED": ordered}
+                yield "fused", launchers.hopper_fused_backward, constants
     blocks = launchers._SHORT
     constants = {"BLOCK_M": blocks.queries, "BLOCK_N": blocks.keys, "STAGES": blocks.stages}
     yield "short", launchers.hopper_short_backward, {"HEAD_DIM": 64} | constants

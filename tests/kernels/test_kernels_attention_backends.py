@@ -260,6 +260,7 @@ OF_FEW = {option for option, words in OPTIONS.items() if {"sinks", "attention_ch
 """Options that only this package's own kernels and compositions support."""
 TAKEN = {
     "triton": set(OPTIONS),
+    "triton_atomic": set(OPTIONS),  # on other devices than Hopper the same kernels
     "unfused": set(OPTIONS),
     "sdpa_math": set(OPTIONS) - {"window", "softcap", "packed window"} - OF_FEW,
     "lse_first": {"plain", "full"},
@@ -299,7 +300,7 @@ def with_options(words: dict[str, Any], tensors: list[Tensor]) -> dict[str, Any]
 def test_every_option_of_every_backend(name: str, option: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A call a backend takes gives the reference's output and gradients; any other is an error."""
     pretend_extras(monkeypatch)
-    if name == "triton" and not INTERPRETED:
+    if name.startswith("triton") and not INTERPRETED:
         pytest.skip("on a CPU Triton needs its interpreter")
     tensors = inputs(queries=20, keys=20, heads=4, dim=16, dtype=torch.float32)
     options = with_options(OPTIONS[option], tensors)

@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiers import looped
 
+from stoker.kernels.attention import backend_support
 from stoker.kernels.attention.backend_support import BACKENDS, BACKENDS_BY_NAME
 from stoker.kernels.attention.call_spec import (
     AttentionCall,
@@ -71,6 +72,34 @@ def test_few_queries_train_with_the_kernel_that_keeps_them() -> None:
     assert {chosen(dataclasses.replace(call, **change), with_triton) for change in changes} == {"sdpa_cudnn"}
 
 
+def test_gradients_of_queries_in_the_order_of_arrival() -> None:
+    with_triton = dataclasses.replace(NEW, triton=(3, 6))
+    assert chosen(HOPPER, with_triton) == "triton_atomic"
+    full = dataclasses.replace(HOPPER, causal=False, queries=1024, keys=4096)
+    named: dict[str, Any] = {"attention_backend": "triton_atomic"}
+    for call in (
+        HOPPER,
+        full,
+        dataclasses.replace(full, head_dim=64),
+        dataclasses.replace(HOPPER, queries=1, training=False),
+    ):
+        assert chosen(call, with_triton, **named) == "triton_atomic"
+    refused: dict[str, dict[str, Any]] = {
+        "not deterministic": {"deterministic": True},
+        "needs at least 1024 keys, a multiple of 256 and as many queries, not 4000 queries of 4000 keys": {
+            "queries": 4000, "keys": 4000,
+        },
+        "needs at least 1024 keys, not 4096 queries of 512 keys": {"keys": 512, "causal": False},
+        "needs head width 64 or 128, not 256": {"head_dim": 256},
+        "Hopper kernels": {"capability": (8, 0)},
+        "does not support a bias": {"bias": "slopes"},
+        "does not support packed documents": {"packed": True},
+        "does not support attention sinks": {"sinks": True},
+    }  # fmt: skip
+    for why, change in refused.items():
+        assert why in reason(dataclasses.replace(HOPPER, **change), "triton_atomic", with_triton)
+
+
 def test_ranks_that_share_heads_draw_the_dropout_of_one_process() -> None:
     with_triton = dataclasses.replace(NEW, triton=(3, 6))
     dropped = dataclasses.replace(HOPPER, dropout=0.1)
@@ -85,8 +114,9 @@ def test_ranks_that_share_heads_draw_the_dropout_of_one_process() -> None:
 
 def test_our_hopper_kernels_come_first_where_they_serve() -> None:
     flash: dict[str, Any] = {"attention_backend": "flash", "installed": dataclasses.replace(NEW, triton=(3, 6))}
-    assert chosen(HOPPER, **flash) == "triton"
-    assert select_backend(HOPPER, flags=ON, **flash).notes == ("triton runs its Hopper kernels here.",)
+    long = dataclasses.replace(HOPPER, queries=32768, keys=32768)
+    assert chosen(long, **flash) == "triton"
+    assert select_backend(long, flags=ON, **flash).notes == ("triton runs its Hopper kernels here.",)
     assert chosen(dataclasses.replace(HOPPER, deterministic=True), installed=flash["installed"]) == "triton"
     changes: list[dict[str, Any]] = [
         {"capability": (8, 0)}, {"head_dim": 96}, {"dropout": 0.1}, {"any_length": True, "training": False},
@@ -361,9 +391,12 @@ TRAINED_BIAS: dict[str, Any] = {"bias": "distance_with_gradient", "causal": Fals
 @looped(
     ("changes", "installed", "backend"),
     [
-        ({}, FULL, "sdpa_cudnn"),
+        ({}, FULL, "triton_atomic"),
+        ({}, NEW, "sdpa_cudnn"),
+        ({"queries": 32768, "keys": 32768}, FULL, "sdpa_cudnn"),
+        ({"training": False}, FULL, "sdpa_cudnn"),
         ({"capability": (8, 0)}, FULL, "sdpa_flash"),
-        ({"dtype": "fp16"}, FULL, "sdpa_cudnn"),
+        ({"dtype": "fp16"}, FULL, "triton_atomic"),
         ({"dtype": "fp32"}, FULL, "sdpa_efficient"),
         ({"dtype": "fp64"}, FULL, "unfused"),
         ({"head_dim": 256}, FULL, "triton"),
@@ -429,7 +462,7 @@ def test_truth_table(capability: Any, switch: bool | None, flags: AttentionFlags
     table = {None: {"flash", "fused", "unfused"}, True: {"flash", "fused"}, False: {"fused", "unfused"}}
     off = {family for family in table[None] if not getattr(flags, family)}
     left = table[switch] - off
-    call = dataclasses.replace(HOPPER, capability=capability)
+    call = dataclasses.replace(HOPPER, capability=capability, queries=32768, keys=32768)
     order = ["fused", "flash", "unfused"] if capability == (9, 0) else ["flash", "fused", "unfused"]
     family = BACKENDS_BY_NAME[wish].family if wish in BACKENDS_BY_NAME else wish
     allowed = [
@@ -450,7 +483,7 @@ def test_truth_table(capability: Any, switch: bool | None, flags: AttentionFlags
 @looped(
     ("call", "switch", "backend"),
     [
-        (HOPPER, True, "te_fused"), (HOPPER, None, "sdpa_cudnn"), (HOPPER, False, "sdpa_cudnn"),
+        (HOPPER, True, "te_fused"), (HOPPER, None, "triton_atomic"), (HOPPER, False, "triton_atomic"),
         (AMPERE, True, "te_flash"), (AMPERE, None, "sdpa_flash"), (AMPERE, False, "sdpa_flash"),
         (dataclasses.replace(HOPPER, dtype="fp32"), True, "sdpa_efficient"),
     ],
@@ -654,7 +687,8 @@ def measured(
     return dataclasses.replace(installed, measured=MeasuredTimes(source="T of D", calls=(one,)))
 
 
-def test_the_fastest_of_the_first_family_by_the_table() -> None:
+def test_the_fastest_of_the_first_family_by_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backend_support, "ATOMIC_IS_FASTEST", {})
     card = measured({"sdpa_cudnn": 3.0, "te_fused": 2.0, "triton": 1.0, "sdpa_flash": 0.9, "te_flash": 1.2})
     assert chosen(HOPPER, FULL) == "sdpa_cudnn"
     decision = select_backend(HOPPER, flags=ON, installed=card)

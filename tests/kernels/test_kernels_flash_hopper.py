@@ -224,7 +224,9 @@ def test_tiles_of_keys_take_turns_without_waiting(shape: tuple[int, ...]) -> Non
         for tile, pair in zip(numbers[1::2], numbers[2::2], strict=True):
             for phase, head in itertools.product(range(2), range(heads)):
                 for j in range(num_visits.fn(tile, phase, tiles * per_keys, per_keys, True)):
-                    query_tile, turn = visit.fn(tile, phase, j, tiles * per_keys, per_keys, True)
+                    query_tile, turn = visit.fn(tile, phase, j, tiles * per_keys, per_keys, True, True)
+                    freely = visit.fn(tile, phase, j, tiles * per_keys, per_keys, True, False)
+                    assert freely == (query_tile, min(turn, 1)), "without an order all but the first wait for it only"
                     assert seen.setdefault((pair, head, query_tile, turn), (step, tile)) == (step, tile)
                     step += 1
     for pair, head, query_tile in itertools.product(range(pairs), range(heads), range(tiles * per_keys)):
@@ -245,7 +247,8 @@ def test_pairs_of_tiles_are_left_to_other_kernels_where_programs_would_be_idle()
 def test_without_a_mask_tiles_of_keys_take_turns_in_the_order_of_all_lists() -> None:
     """So whose turn is before has been started before: no list has an earlier tile of keys after a later one."""
     assert num_visits.fn(3, 0, 7, 2, False) == 7
-    assert [visit.fn(3, 0, j, 7, 2, False) for j in range(7)] == [(j, 3) for j in range(7)]
+    assert [visit.fn(3, 0, j, 7, 2, False, True) for j in range(7)] == [(j, 3) for j in range(7)]
+    assert [visit.fn(3, 0, j, 7, 2, False, False) for j in range(7)] == [((j + 6) % 7, 0) for j in range(7)]
     pairs = 30
     for programs in (5, 132):
         lists = balance_tiles(query_tiles_per_key_tile(1000, 3000, 64, 128, False), pairs, 1, programs)

@@ -147,7 +147,7 @@ def test_rates_adjust_a_plan(file: Path, capsys: pytest.CaptureFixture[str]) -> 
     before = plan()
     assert before["device"]["bench"] == ""
     assert f"{file} is ignored: measured with card another, not {gpu.name}" in before["notes"][0]
-    written(file, gpu.name, {"sdpa_cudnn": 20.0}, torch_here())
+    written(file, gpu.name, {"triton_atomic": 20.0}, torch_here())
     after = plan()
     assert after["device"]["bench"] == f"{file} of 2026-11-27"
     slower = after["time"]["parts"]["matrix products"] / before["time"]["parts"]["matrix products"]

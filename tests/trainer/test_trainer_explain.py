@@ -180,6 +180,7 @@ SIGNATURES: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "sdpa_cudnn": ("cudnn", "cudnn.*(bprop|bwd)", ("aten::_scaled_dot_product_cudnn_attention",)),
     "sdpa_math": ("(?i)softmax", "(?i)softmax", ("aten::_scaled_dot_product_attention_math",)),
     "triton": ("^(forward_kernel|hopper_)", "^(dkdv_kernel|hopper_)", ("stoker::flash_attention|^FlashAttention$",)),
+    "triton_atomic": ("^hopper_forward", "^hopper_fused_backward", ("stoker::flash_attention|^FlashAttention$",)),
     "lse_first": ("^(lse_kernel|hopper_lse)", "^dkdv_kernel", ("stoker::lse_first_attention",)),
     "flash_attn": ("flash_fwd", "flash_bwd", ("flash_attn::_flash_attn",)),
     "te_fused": ("cudnn", "cudnn.*(bprop|bwd)", ("FusedAttnFunc", rf"{MODULES}FusedAttention$")),
@@ -191,7 +192,11 @@ SIGNATURES: dict[str, tuple[str, str, tuple[str, ...]]] = {
         ("aten::baddbmm", "stoker::scaled_masked_softmax|aten::_softmax"),
     ),
 }
-LOOK_ALIKES = {"te_unfused": {"unfused"}, "te_flash": {"flash_attn"}}  # the same operations on the way
+LOOK_ALIKES = {
+    "te_unfused": {"unfused"},
+    "te_flash": {"flash_attn"},
+    "triton_atomic": {"triton"},
+}  # operations on the way
 FAMILIES = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
 ENVIRONMENTS: list[dict[str, str]] = [
     dict(zip((*FAMILIES, "NVTE_ALLOW_NONDETERMINISTIC_ALGO"), values, strict=True))

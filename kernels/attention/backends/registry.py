@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from torch import Tensor
 
@@ -22,6 +23,7 @@ AttentionFunction = Callable[[AttentionInputs], Tensor]
 
 ATTENTION_FUNCTIONS: dict[str, AttentionFunction] = {
     "triton": triton_attention,
+    "triton_atomic": partial(triton_attention, atomic=True),
     "sdpa_flash": sdpa_flash,
     "flash_attn": FlashAttn(),
     "te_flash": te_flash,

@@ -8,8 +8,8 @@ from ..dropout import dropout_rng
 from ..inputs import AttentionInputs
 
 
-def triton_attention(inputs: AttentionInputs) -> Tensor:
-    """Compute attention. Always deterministic.
+def triton_attention(inputs: AttentionInputs, *, atomic: bool = False) -> Tensor:
+    """Compute attention, deterministic without `atomic` (see `attention_and_lse`), which has no packed documents.
 
     Raises:
         ValueError: an argument is not supported by `flash_attention`.
@@ -21,7 +21,7 @@ def triton_attention(inputs: AttentionInputs) -> Tensor:
         raise ValueError("`packed` must be None with a dense bias or a padding mask in `triton`; use `unfused`.")
     inputs = inputs._replace(rng=dropout_rng(inputs) if inputs.dropout_p else None)
     if packed is None:
-        return attention_and_lse(inputs)[0]
+        return attention_and_lse(inputs, atomic=atomic)[0]
     q, k, v = (tensor.flatten(0, 1) for tensor in inputs[:3])
     context, _ = attention_and_lse(
         inputs._replace(

@@ -25,7 +25,8 @@ class FlashAttentionParams(NamedTuple):
     """Parameters of a checked call besides q, k and v; see `AttentionInputs`.
 
     `left` and `right` are the window with `causal` folded in, -1 for unbounded. `max_queries` and `max_keys` are the
-    lengths of a dense call, or upper bounds for a packed one. `attention_chunk` is 0 for one chunk.
+    lengths of a dense call, or upper bounds for a packed one. `attention_chunk` is 0 for one chunk. With `atomic` the
+    gradient of the queries may be added up in the order of arrival.
     """
 
     bias: Tensor | None
@@ -44,14 +45,17 @@ class FlashAttentionParams(NamedTuple):
     max_queries: int
     max_keys: int
     attention_chunk: int = 0
+    atomic: bool = False
 
     @classmethod
-    def from_checked(cls, inputs: AttentionInputs, sizes: AttentionGeometry) -> FlashAttentionParams:
+    def from_checked(
+        cls, inputs: AttentionInputs, sizes: AttentionGeometry, *, atomic: bool = False
+    ) -> FlashAttentionParams:
         """Build from inputs and the result of `check_arguments`."""
         return cls(
             inputs.bias, inputs.distance_bias, inputs.alibi_slopes, inputs.sinks, inputs.key_padding_mask, inputs.rng,
             inputs.cu_seqlens_q, inputs.cu_seqlens_k, sizes.left, sizes.right, sizes.scale, float(inputs.softcap),
-            float(inputs.dropout_p), sizes.queries, sizes.keys, sizes.chunk,
+            float(inputs.dropout_p), sizes.queries, sizes.keys, sizes.chunk, atomic,
         )  # fmt: skip
 
     @property

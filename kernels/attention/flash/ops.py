@@ -200,7 +200,7 @@ _Field = Tensor | float | None  # of a `FlashAttentionParams`
 _FIELDS = (  # the types of all its fields, in order: an operation takes no record
     "Tensor? bias, Tensor? distance_bias, Tensor? alibi_slopes, Tensor? sinks, Tensor? key_padding_mask, "
     "Tensor? rng, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, SymInt left, SymInt right, float scale, float softcap, "
-    "float dropout_p, SymInt max_queries, SymInt max_keys, SymInt attention_chunk"
+    "float dropout_p, SymInt max_queries, SymInt max_keys, SymInt attention_chunk, bool atomic"
 )
 
 
@@ -397,7 +397,7 @@ def _forward_flops(q: Tensor, k: Tensor, v: Tensor, *problem: Any, out_val: Any 
 @register_flop_formula(torch.ops.stoker.flash_attention_backward, get_raw=True)
 def _backward_flops(*arguments: Any, out_val: Any = None, **_: Any) -> int:
     q, _, v = arguments[2:5]
-    return (6 * q.shape[-1] + 4 * v.shape[-1]) * _pairs(q, FlashAttentionParams(*arguments[7:23]))
+    return (6 * q.shape[-1] + 4 * v.shape[-1]) * _pairs(q, FlashAttentionParams(*arguments[7:24]))
 
 
 # ---------------------------------------------------------------- public function
@@ -460,8 +460,11 @@ def flash_attention(
     return (out, lse) if return_lse else out
 
 
-def attention_and_lse(inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
-    """Compute output and log-sum-exp as `flash_attention`."""
+def attention_and_lse(inputs: AttentionInputs, *, atomic: bool = False) -> tuple[Tensor, Tensor]:
+    """Compute output and log-sum-exp as `flash_attention`.
+
+    With `atomic` the gradient of the queries may be added up in the order of arrival, which is not deterministic.
+    """
     device_type = inputs.q.device.type
     if torch.is_autocast_enabled(device_type):
         inputs = _cast(inputs, torch.get_autocast_dtype(device_type))
@@ -469,7 +472,7 @@ def attention_and_lse(inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
     q, k, v = inputs[:3]
     _check_triton_serves(q)
     operation = _flash_attention if _needs_dispatcher(q, k, v) else FlashAttention.apply
-    return operation(q, k, v, *FlashAttentionParams.from_checked(inputs, sizes))
+    return operation(q, k, v, *FlashAttentionParams.from_checked(inputs, sizes, atomic=atomic))
 
 
 def _cast(inputs: AttentionInputs, dtype: torch.dtype) -> AttentionInputs:

@@ -4,9 +4,10 @@ Two consumers compute dK and dV of 64 keys each, as in `dkdv.py`, and leave the 
 which each computes its part of the tile's dQ, over the keys of both, a step later. One warp adds these parts up in fp32
 in global memory by TMA, and two others round the sums that are complete.
 
-Each tile of queries counts the tiles of keys that have added to it, which take fixed turns, so that the sums have the
-same bits each time. Programs wait for each other: all must be resident (`launch_kernel`: cooperative), and each handles
-its tiles of keys in the order of the turns.
+Each tile of queries counts the tiles of keys that have added to it. If ORDERED, these take fixed turns, so that the
+sums have the same bits each time; otherwise each adds as soon as it can, with a causal mask after the first one, which
+stores, without a mask to zeros. Programs wait for each other: all must be resident (`launch_kernel`: cooperative), and
+each handles its tiles of keys in the order of the turns.
 """
 
 # Gluon functions are compiled by Triton, and type checkers cannot follow them:
@@ -58,17 +59,21 @@ def num_visits(tile, phase, query_tiles, PER_KEYS: gl.constexpr, CAUSAL: gl.cons
 
 
 @jit
-def visit(tile, phase, j, query_tiles, PER_KEYS: gl.constexpr, CAUSAL: gl.constexpr):
+def visit(tile, phase, j, query_tiles, PER_KEYS: gl.constexpr, CAUSAL: gl.constexpr, ORDERED: gl.constexpr):
     """Return visit j of a phase: the tile of queries, and how many tiles of keys must have added to its dQ before.
 
-    Without a mask, tiles of keys take turns in their order. With a causal mask (as many queries as keys, an even number
+    Without a mask, tiles of keys take turns in their order; if not ORDERED, each begins at another tile of queries,
+    and none waits. With a causal mask (as many queries as keys, an even number
     of tiles) a program handles tile p of keys, then tile N - 1 - p of N, with N + 1 visits in total; all programs of a
     head start together. Tile p < N / 2 visits the second half of the queries in rotation from p on, then the rest of
     the first half upwards from the diagonal; the other tile goes downwards from the end to its diagonal. In each step
-    all programs are at different tiles of queries.
+    all programs are at different tiles of queries. If not ORDERED, only the first turn goes before the others.
     """
     i = j
     turn = tile
+    if not CAUSAL and not ORDERED:
+        i = (j + tile * PER_KEYS) % query_tiles
+        turn = 0
     if CAUSAL:
         half = query_tiles // 2
         if tile * PER_KEYS >= half:
@@ -84,6 +89,8 @@ def visit(tile, phase, j, query_tiles, PER_KEYS: gl.constexpr, CAUSAL: gl.conste
         else:
             i = tile * PER_KEYS + j
             turn = j // PER_KEYS
+        if not ORDERED and turn > 1:
+            turn = 1
     return i, turn
 
 
@@ -92,7 +99,7 @@ def _produce(
     q_descriptor, k_descriptor, v_descriptor, do_descriptor, lse_descriptor, delta_descriptor,
     keys_ring, values, queries_ring, lse_buffers, out_gradients_ring, delta_buffers,
     order_pointer, order_width, groups, heads_per_group, query_tiles,
-    BLOCK_M: gl.constexpr, STAGES: gl.constexpr, HEAD_DIM: gl.constexpr, CAUSAL: gl.constexpr,
+    BLOCK_M: gl.constexpr, STAGES: gl.constexpr, HEAD_DIM: gl.constexpr, CAUSAL: gl.constexpr, ORDERED: gl.constexpr,
 ):  # fmt: skip
     """Load the keys and values of a tile, and the queries and output gradients that it visits."""
     PER_KEYS: gl.constexpr = 128 // BLOCK_M
@@ -113,7 +120,7 @@ def _produce(
                 head = group * heads_per_group + h
                 row = sequence * groups * heads_per_group + head
                 for j in range(num_visits(tile, phase, query_tiles, PER_KEYS, CAUSAL)):
-                    i, _ = visit(tile, phase, j, query_tiles, PER_KEYS, CAUSAL)
+                    i, _ = visit(tile, phase, j, query_tiles, PER_KEYS, CAUSAL, ORDERED)
                     stage = step % STAGES
                     coordinates = [sequence, i * BLOCK_M, head, 0]
                     tma_load(queries_ring, step, q_descriptor, coordinates, BYTES, STAGES)
@@ -158,7 +165,7 @@ def _consume(
     keys_ring, values, queries_ring, lse_buffers, out_gradients_ring, delta_buffers, score_gradients_ring, parts_ring,
     order_pointer, order_width, groups, row_heads, heads_per_group, query_tiles, offset, keys, scale, scale_log2,
     W: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, HEAD_DIM: gl.constexpr, CAUSAL: gl.constexpr,
-    dtype: gl.constexpr,
+    ORDERED: gl.constexpr, dtype: gl.constexpr,
 ):  # fmt: skip
     """Consumer W: compute both gradients of its 64 keys of each tile, and its part of dQ."""
     BLOCKS: gl.constexpr = BLOCK_M // 64
@@ -181,7 +188,7 @@ def _consume(
         for phase in range(2 if CAUSAL else 1):
             for _ in range(heads_per_group):
                 for j in range(num_visits(tile, phase, query_tiles, PER_KEYS, CAUSAL)):
-                    i, _ = visit(tile, phase, j, query_tiles, PER_KEYS, CAUSAL)
+                    i, _ = visit(tile, phase, j, query_tiles, PER_KEYS, CAUSAL, ORDERED)
                     stage, gradient_stage = step % STAGES, step % _GRADIENT_STAGES
                     wait_full(queries_ring, step, STAGES)
                     for b in gl.static_range(BLOCKS):
@@ -229,14 +236,14 @@ def _consume(
 
 @jit
 def _wait_for_turn(counter, turn):
-    """Wait until `turn` tiles of keys have added to a tile of queries; their sums are visible to TMA then."""
+    """Wait until at least `turn` tiles of keys have added to a tile of queries; their sums are visible to TMA then."""
     gl.inline_asm_elementwise(
         """{
         .reg .pred p;
         .reg .b32 count;
         again:
         ld.acquire.gpu.global.b32 count, [$1];
-        setp.ne.b32 p, count, $2;
+        setp.lt.s32 p, count, $2;
         @p bra again;
         fence.proxy.async.global;
         mov.b32 $0, count;
@@ -268,9 +275,9 @@ def _end_turn(counter):
 def _add(
     sums_descriptor, turns_pointer, parts_ring,
     order_pointer, order_width, groups, heads_per_group, query_tiles, turns,
-    BLOCK_M: gl.constexpr, CAUSAL: gl.constexpr,
+    BLOCK_M: gl.constexpr, CAUSAL: gl.constexpr, ORDERED: gl.constexpr,
 ):  # fmt: skip
-    """One warp: add the parts of dQ to the sums, tile by tile in turn."""
+    """One warp: add the parts of dQ to the sums, tile by tile."""
     PER_KEYS: gl.constexpr = 128 // BLOCK_M
     step = 0
     for iteration in range(num_assigned_tiles(order_pointer, order_width)):
@@ -281,7 +288,7 @@ def _add(
                 head = group * heads_per_group + h
                 row = sequence * groups * heads_per_group + head
                 for j in range(num_visits(tile, phase, query_tiles, PER_KEYS, CAUSAL)):
-                    i, turn = visit(tile, phase, j, query_tiles, PER_KEYS, CAUSAL)
+                    i, turn = visit(tile, phase, j, query_tiles, PER_KEYS, CAUSAL, ORDERED)
                     counter = turns_pointer + row * turns + i
                     if turn > 0:
                         _wait_for_turn(counter, turn)
@@ -291,7 +298,7 @@ def _add(
                             coordinates = [sequence, i * 64, head, w * 64]
                         else:
                             coordinates = [sequence, i * 128 + w * 64, head, 0]
-                        if turn == 0:
+                        if turn == 0 and (CAUSAL or ORDERED):
                             store_tile(sums_descriptor, coordinates, parts_ring[0].index(w))
                         else:
                             add_tile(sums_descriptor, coordinates, parts_ring[0].index(w))
@@ -350,13 +357,13 @@ def hopper_fused_backward(
     q_descriptor, k_descriptor, v_descriptor, do_descriptor, lse_descriptor, delta_descriptor,
     sums_descriptor, dq_descriptor, dk_pointer, dv_pointer, turns_pointer,
     order_pointer, order_width, groups, row_heads, heads_per_group, query_tiles, queries, keys, scale, scale_log2,
-    BLOCK_M: gl.constexpr, STAGES: gl.constexpr, HEAD_DIM: gl.constexpr, CAUSAL: gl.constexpr,
+    BLOCK_M: gl.constexpr, STAGES: gl.constexpr, HEAD_DIM: gl.constexpr, CAUSAL: gl.constexpr, ORDERED: gl.constexpr,
 ):  # fmt: skip
     """Compute the gradients of each tile of 128 keys and values, and of the queries.
 
-    Arguments as in `hopper_dkdv`; BLOCK_M * HEAD_DIM is 8192. sums (fp32, need not be zero) and dq: contiguous (batch,
-    queries, heads, HEAD_DIM), in boxes of 64 rows and columns. turns: int32 zeros (batch * heads, queries / 64 rounded
-    up). Each row of queries must see a key.
+    Arguments as in `hopper_dkdv`; BLOCK_M * HEAD_DIM is 8192. sums (fp32, zeros if neither CAUSAL nor ORDERED) and dq:
+    contiguous (batch, queries, heads, HEAD_DIM), in boxes of 64 rows and columns. turns: int32 zeros (batch * heads,
+    queries / 64 rounded up). Each row of queries must see a key.
     """
     BLOCKS: gl.constexpr = BLOCK_M // 64
     dtype: gl.constexpr = q_descriptor.dtype
@@ -387,24 +394,24 @@ def hopper_fused_backward(
             keys_ring, values, queries_ring, lse_buffers, out_gradients_ring, delta_buffers,
             score_gradients_ring, parts_ring,
             order_pointer, order_width, groups, row_heads, heads_per_group, query_tiles, offset, keys,
-            scale, scale_log2, 0, BLOCK_M, STAGES, HEAD_DIM, CAUSAL, dtype,
+            scale, scale_log2, 0, BLOCK_M, STAGES, HEAD_DIM, CAUSAL, ORDERED, dtype,
         )),
         (_consume, (
             dk_pointer, dv_pointer,
             keys_ring, values, queries_ring, lse_buffers, out_gradients_ring, delta_buffers,
             score_gradients_ring, parts_ring,
             order_pointer, order_width, groups, row_heads, heads_per_group, query_tiles, offset, keys,
-            scale, scale_log2, 1, BLOCK_M, STAGES, HEAD_DIM, CAUSAL, dtype,
+            scale, scale_log2, 1, BLOCK_M, STAGES, HEAD_DIM, CAUSAL, ORDERED, dtype,
         )),
         (_produce, (
             q_descriptor, k_descriptor, v_descriptor, do_descriptor, lse_descriptor, delta_descriptor,
             keys_ring, values, queries_ring, lse_buffers, out_gradients_ring, delta_buffers,
             order_pointer, order_width, groups, heads_per_group, query_tiles,
-            BLOCK_M, STAGES, HEAD_DIM, CAUSAL,
+            BLOCK_M, STAGES, HEAD_DIM, CAUSAL, ORDERED,
         )),
         (_add, (
             sums_descriptor, turns_pointer, parts_ring,
-            order_pointer, order_width, groups, heads_per_group, query_tiles, turns, BLOCK_M, CAUSAL,
+            order_pointer, order_width, groups, heads_per_group, query_tiles, turns, BLOCK_M, CAUSAL, ORDERED,
         )),
         (_round, (
             sums_descriptor, dq_descriptor, turns_pointer, sums_buffer, dq_buffer, loaded,

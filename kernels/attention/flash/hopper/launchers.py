@@ -373,7 +373,9 @@ def fused_order(q: Tensor, k: Tensor, problem: FlashAttentionParams) -> Tensor |
     keys, groups = k.shape[1:3]
     causal = problem.right == 0
     relative_bias = problem.distance_bias is not None or problem.alibi_slopes is not None
-    if not fused_backward_support(head_dim, queries, keys, causal=causal, relative_bias=relative_bias):
+    if not fused_backward_support(
+        head_dim, queries, keys, causal=causal, relative_bias=relative_bias, atomic=problem.atomic
+    ):
         return None
     if causal:
         return paired_tile_order(keys // 128, batch * groups, q.device)
@@ -388,8 +390,8 @@ def launch_fused_backward(
     q, k = saved.q, saved.k
     queries, heads, head_dim = q.shape[1:]
     keys, groups = k.shape[1:3]
-    blocks = _FUSED[head_dim]
-    sums = saved.lse.new_empty(q.shape)
+    blocks, causal = _FUSED[head_dim], problem.right == 0
+    sums = saved.lse.new_zeros(q.shape) if problem.atomic and not causal else saved.lse.new_empty(q.shape)
     with device_guard(q):
         launch_kernel(hopper_fused_backward, len(order), q.dtype, q.device, dict(
             **_operands_of_keys(saved, blocks.queries, blocks.keys),
@@ -411,7 +413,8 @@ def launch_fused_backward(
             BLOCK_M=blocks.queries,
             STAGES=blocks.stages,
             HEAD_DIM=head_dim,
-            CAUSAL=problem.right == 0,
+            CAUSAL=causal,
+            ORDERED=not problem.atomic,
         ), cooperative=True)  # fmt: skip
 
 
