@@ -42,7 +42,7 @@ ROUND_MS = 40.0
 SECTIONS = ("plain", "distance", "lse_first", "softmax", "host", "memory", "short")
 MAX_DENSE_BIAS_TOKENS = 16384
 SOFTMAX_ELEMENTS = 128 << 20
-COMPILED = ("ours", "ours, no bias", "lse_first", "lse_first stage 1", "FlexAttention")
+COMPILED = ("ours", "ours, atomic", "ours, no bias", "lse_first", "lse_first stage 1", "FlexAttention")
 
 
 # ---------------------------------------------------------------- measuring
@@ -306,7 +306,7 @@ def jobs(section: str, skip: set[str]) -> Iterator[tuple[str, Callable[[dict[str
 
     `measure` takes the contenders known to break the device, with their reasons, and the number of rounds.
     """
-    plain = ["ours", "SDPA cuDNN", "SDPA FA2", "TransformerEngine", "FlexAttention", "SDPA efficient"]
+    plain = ["ours", "ours, atomic", "SDPA cuDNN", "SDPA FA2", "TransformerEngine", "FlexAttention", "SDPA efficient"]
     peers = {
         "plain": plain,
         "short": plain,

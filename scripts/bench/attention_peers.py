@@ -20,6 +20,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from stoker import kernels
 from stoker.kernels import attention_lse
 from stoker.kernels.attention.backends.transformer_engine import import_transformer_engine
+from stoker.kernels.attention.backends.triton import triton_attention
+from stoker.kernels.attention.inputs import AttentionInputs
 
 flash_attention: Any = kernels.flash_attention  # a tensor, or two with `return_lse`
 lse_first_attention: Any = kernels.lse_first_attention
@@ -109,6 +111,16 @@ class _DenseBias(torch.autograd.Function):
 def ours(shape: Shape) -> Attend:
     def attend(q: Tensor, k: Tensor, v: Tensor, table: Tensor | None) -> Tensor:
         return flash_attention(q, k, v, causal=shape.causal, **shape.arguments(table))
+
+    return attend
+
+
+def ours_atomic(shape: Shape) -> Attend:
+    if shape.head_dim > 128:
+        raise ValueError("head width up to 128")
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, table: Tensor | None) -> Tensor:
+        return triton_attention(AttentionInputs(q, k, v, causal=shape.causal), atomic=True)
 
     return attend
 
@@ -209,6 +221,7 @@ def transformer_engine(shape: Shape) -> Attend:
 
 PEERS: dict[str, Callable[[Shape], Attend]] = {
     "ours": ours,
+    "ours, atomic": ours_atomic,
     "ours, no bias": ours_without_bias,
     "lse_first": lse_first,
     "lse_first stage 1": lse_only,

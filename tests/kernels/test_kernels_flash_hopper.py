@@ -248,7 +248,7 @@ def test_without_a_mask_tiles_of_keys_take_turns_in_the_order_of_all_lists() -> 
     """So whose turn is before has been started before: no list has an earlier tile of keys after a later one."""
     assert num_visits.fn(3, 0, 7, 2, False) == 7
     assert [visit.fn(3, 0, j, 7, 2, False, True) for j in range(7)] == [(j, 3) for j in range(7)]
-    assert [visit.fn(3, 0, j, 7, 2, False, False) for j in range(7)] == [((j + 6) % 7, 0) for j in range(7)]
+    assert [visit.fn(3, 0, j, 7, 2, False, False) for j in range(7)] == [((j + 6) % 7, 1) for j in range(7)]
     pairs = 30
     for programs in (5, 132):
         lists = balance_tiles(query_tiles_per_key_tile(1000, 3000, 64, 128, False), pairs, 1, programs)

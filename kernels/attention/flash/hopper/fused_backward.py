@@ -62,18 +62,18 @@ def num_visits(tile, phase, query_tiles, PER_KEYS: gl.constexpr, CAUSAL: gl.cons
 def visit(tile, phase, j, query_tiles, PER_KEYS: gl.constexpr, CAUSAL: gl.constexpr, ORDERED: gl.constexpr):
     """Return visit j of a phase: the tile of queries, and how many tiles of keys must have added to its dQ before.
 
-    Without a mask, tiles of keys take turns in their order; if not ORDERED, each begins at another tile of queries,
-    and none waits. With a causal mask (as many queries as keys, an even number
-    of tiles) a program handles tile p of keys, then tile N - 1 - p of N, with N + 1 visits in total; all programs of a
-    head start together. Tile p < N / 2 visits the second half of the queries in rotation from p on, then the rest of
-    the first half upwards from the diagonal; the other tile goes downwards from the end to its diagonal. In each step
-    all programs are at different tiles of queries. If not ORDERED, only the first turn goes before the others.
+    Without a mask, tiles of keys take turns in their order; if not ORDERED, each begins at another tile of queries, and
+    none is the first. With a causal mask (as many queries as keys, an even number of tiles) a program handles tile p of
+    keys, then tile N - 1 - p of N, with N + 1 visits in total; all programs of a head start together. Tile p < N / 2
+    visits the second half of the queries in rotation from p on, then the rest of the first half upwards from the
+    diagonal; the other tile goes downwards from the end to its diagonal. In each step all programs are at different
+    tiles of queries. If not ORDERED, only the first turn goes before the others.
     """
     i = j
     turn = tile
     if not CAUSAL and not ORDERED:
         i = (j + tile * PER_KEYS) % query_tiles
-        turn = 0
+        turn = 1
     if CAUSAL:
         half = query_tiles // 2
         if tile * PER_KEYS >= half:
@@ -253,13 +253,22 @@ def _wait_for_turn(counter, turn):
 
 
 @jit
+def _complete(counter, PENDING: gl.constexpr):
+    """Wait until this warp's TMA stores but the last PENDING (0 or 2) are complete, not only read."""
+    if PENDING == 0:
+        wait: gl.constexpr = "cp.async.bulk.wait_group 0; mov.b32 $0, 0;"
+    else:
+        wait: gl.constexpr = "cp.async.bulk.wait_group 2; mov.b32 $0, 0;"
+    gl.inline_asm_elementwise(wait, "=r,l,~{memory}", [counter], gl.int32, is_pure=False, pack=1)
+
+
+@jit
 def _end_turn(counter):
-    """Wait until this warp's TMA stores are complete, then let the next tile of keys add to the tile of queries."""
+    """Let the next tile of keys add to the tile of queries, after `_complete`."""
     gl.inline_asm_elementwise(
         """{
         .reg .pred p;
         .reg .b32 lane;
-        cp.async.bulk.wait_group 0;
         fence.proxy.async.global;
         bar.warp.sync 0xffffffff;
         mov.u32 lane, %laneid;
@@ -280,6 +289,8 @@ def _add(
     """One warp: add the parts of dQ to the sums, tile by tile."""
     PER_KEYS: gl.constexpr = 128 // BLOCK_M
     step = 0
+    previous = turns_pointer
+    is_pending = False
     for iteration in range(num_assigned_tiles(order_pointer, order_width)):
         tile, pair = next_tile(order_pointer, order_width, iteration)
         group, sequence = pair % groups, pair // groups
@@ -290,7 +301,7 @@ def _add(
                 for j in range(num_visits(tile, phase, query_tiles, PER_KEYS, CAUSAL)):
                     i, turn = visit(tile, phase, j, query_tiles, PER_KEYS, CAUSAL, ORDERED)
                     counter = turns_pointer + row * turns + i
-                    if turn > 0:
+                    if (CAUSAL or ORDERED) and turn > 0:
                         _wait_for_turn(counter, turn)
                     for w in gl.static_range(2):
                         mbarrier.wait(parts_ring[1].index(w), step & 1)
@@ -298,15 +309,28 @@ def _add(
                             coordinates = [sequence, i * 64, head, w * 64]
                         else:
                             coordinates = [sequence, i * 128 + w * 64, head, 0]
-                        if turn == 0 and (CAUSAL or ORDERED):
+                        if turn == 0:
                             store_tile(sums_descriptor, coordinates, parts_ring[0].index(w))
                         else:
                             add_tile(sums_descriptor, coordinates, parts_ring[0].index(w))
                     tma.store_wait(0)
                     for w in gl.static_range(2):
                         mbarrier.arrive(parts_ring[2].index(w), count=1)
-                    _end_turn(counter)
+                    # others wait for this addition if ORDERED, else for the first one only: it may take another step
+                    is_awaited = ORDERED or turn == 0
+                    if is_awaited:
+                        _complete(counter, 0)
+                        _end_turn(counter)
+                    elif is_pending:
+                        _complete(counter, 2)
+                    if is_pending:
+                        _end_turn(previous)
+                    is_pending = not is_awaited
+                    previous = counter
                     step += 1
+    if is_pending:
+        _complete(previous, 0)
+        _end_turn(previous)
 
 
 @jit
