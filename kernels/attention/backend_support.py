@@ -44,15 +44,18 @@ FUSED_BACKWARD_FROM = {(64, True): 4096, (64, False): 16384, (128, False): 16384
 # the fewest keys of that kernel where it adds up dQ in the order of arrival
 ATOMIC_BACKWARD_FROM = dict.fromkeys(itertools.product((64, 128), (False, True)), 1024)
 # the fewest and most keys, by head width and causal mask, between which forward and backward of the Hopper kernels took
-# less time together than cuDNN's, on H100 and H200 (docs/benchmarks.md): 1.00 to 1.36 times as fast
+# less time together than cuDNN's (docs/benchmarks.md): 1.00 to 1.57 times as fast on an H200, from 1,024 on an H100 too
 FASTER_THAN_CUDNN = {
-    (64, True): (1024, 4096),
-    (128, True): (1024, 3072),
-    (256, True): (1024, 16384),
-    (256, False): (1024, 16384),
+    (64, True): (256, 4096),
+    (64, False): (256, 512),
+    (128, True): (256, 3072),
+    (128, False): (256, 1024),
+    (256, True): (256, 16384),
+    (256, False): (256, 16384),
 }
-# likewise those between which the Hopper kernels were fastest if dQ is added up in the order of arrival
-ATOMIC_IS_FASTEST = {(128, True): (3073, 16384)}
+MIN_FORWARD_FASTER_THAN_CUDNN = 1024  # keys; with fewer, only the backward is faster
+# likewise those between which cuDNN's backward was faster than `triton`'s, but not than `triton_atomic`'s, on an H200
+ATOMIC_IS_FASTEST = {(64, False): (1024, 16384), (128, True): (4096, 4096)}
 MAX_SHORT_QUERIES = 128
 # calls of `short_backward_support` too, 1.01 to 1.36 times as fast on an H200: fewest queries, fewest and most keys,
 # and fewest heads times sequences; measured with 32, 114 and 128 queries, 128 to 2,048 keys and 72 to 768 heads
@@ -319,6 +322,8 @@ def uses_hopper_kernels(call: AttentionCall, installed: InstalledSoftware) -> bo
 def is_faster_than_cudnn(call: AttentionCall, installed: InstalledSoftware) -> bool:
     """True if the sm_90 kernels run the call and are measured to be faster than cuDNN's."""
     fewest, most = FASTER_THAN_CUDNN.get((call.head_dim, call.causal), (1, 0))
+    if not call.training or call.queries <= MAX_SHORT_QUERIES:
+        fewest = max(fewest, MIN_FORWARD_FASTER_THAN_CUDNN)
     is_faster = fewest <= call.keys <= most and not call.bias_is_relative
     return (is_faster or _few_queries_are_faster(call)) and uses_hopper_kernels(call, installed)
 
@@ -326,7 +331,8 @@ def is_faster_than_cudnn(call: AttentionCall, installed: InstalledSoftware) -> b
 def atomic_is_fastest(call: AttentionCall, installed: InstalledSoftware) -> bool:
     """True if `triton_atomic` supports the training call and is measured to be faster than `triton` and cuDNN."""
     fewest, most = ATOMIC_IS_FASTEST.get((call.head_dim, call.causal), (1, 0))
-    return call.training and fewest <= call.keys <= most and why_not_triton_atomic(call, installed) is None
+    is_measured = call.training and call.queries > MAX_SHORT_QUERIES and fewest <= call.keys <= most
+    return is_measured and why_not_triton_atomic(call, installed) is None
 
 
 def _few_queries_are_faster(call: AttentionCall) -> bool:

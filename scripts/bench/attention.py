@@ -1,7 +1,7 @@
 """Attention benchmark on one GPU: our kernels, PyTorch's, FlexAttention and TransformerEngine.
 
-    python scripts/bench/attention.py [--sections plain distance lse_first softmax host memory short] [--rounds 5]
-        [--compile-ahead 12] [--minutes 9] [--results attention.jsonl]
+    python scripts/bench/attention.py [--sections plain distance lse_first softmax host memory short lengths]
+        [--rounds 5] [--compile-ahead 12] [--minutes 9] [--results attention.jsonl]
         [--only D128 S4096 ...] [--skip FlexAttention]
 
 All contenders of a shape alternate within each round (in reversed order every second round), with random data. Before
@@ -26,6 +26,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ from stoker.kernels import lse_first_attention, scaled_masked_softmax
 from stoker.kernels.timing import Event, TimedCall, in_turns, record_event
 
 ROUND_MS = 40.0
-SECTIONS = ("plain", "distance", "lse_first", "softmax", "host", "memory", "short")
+SECTIONS = ("plain", "distance", "lse_first", "softmax", "host", "memory", "short", "lengths")
 MAX_DENSE_BIAS_TOKENS = 16384
 SOFTMAX_ELEMENTS = 128 << 20
 COMPILED = ("ours", "ours, atomic", "ours, no bias", "lse_first", "lse_first stage 1", "FlexAttention")
@@ -170,10 +171,6 @@ def plain_shapes(lengths: tuple[int, ...] = (4096, 16384)) -> list[Shape]:
         for d in (128, 64, 256)
         for causal in (True, False)
     ]
-
-
-def short_shapes() -> list[Shape]:
-    return plain_shapes((1024, 3072))
 
 
 def distance_shapes() -> list[Shape]:
@@ -310,6 +307,7 @@ def jobs(section: str, skip: set[str]) -> Iterator[tuple[str, Callable[[dict[str
     peers = {
         "plain": plain,
         "short": plain,
+        "lengths": ["ours", "ours, atomic", "SDPA cuDNN"],
         "distance": [
             "ours", "ours, no bias", "SDPA cuDNN", "TransformerEngine", "SDPA efficient", "FlexAttention",
         ],
@@ -318,7 +316,8 @@ def jobs(section: str, skip: set[str]) -> Iterator[tuple[str, Callable[[dict[str
     }  # fmt: skip
     shapes = {
         "plain": plain_shapes,
-        "short": short_shapes,
+        "short": partial(plain_shapes, (1024, 3072)),
+        "lengths": partial(plain_shapes, (256, 512, 2048, 6144, 8192, 12288)),
         "distance": distance_shapes,
         "memory": memory_shapes,
         "lse_first": lse_first_shapes,

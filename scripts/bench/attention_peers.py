@@ -116,8 +116,8 @@ def ours(shape: Shape) -> Attend:
 
 
 def ours_atomic(shape: Shape) -> Attend:
-    if shape.head_dim > 128:
-        raise ValueError("head width up to 128")
+    if shape.head_dim > 128 or shape.tokens < 1024:
+        raise ValueError("head width up to 128, from 1,024 tokens on")
 
     def attend(q: Tensor, k: Tensor, v: Tensor, table: Tensor | None) -> Tensor:
         return triton_attention(AttentionInputs(q, k, v, causal=shape.causal), atomic=True)

@@ -107,7 +107,7 @@ def _is_of(row: Row, run: str) -> bool:
 
 GENERATE = ("tokens/s", "ms/token", "of the limit", "peak GiB", "stoker is faster by")
 ATTENTION = kernels({"forward": 1.0, "backward": 2.5, "both": 3.5})
-SECTIONS = dict.fromkeys(("plain", "short", "distance", "memory", "lse_first"), ATTENTION)
+SECTIONS = dict.fromkeys(("plain", "short", "lengths", "distance", "memory", "lse_first"), ATTENTION)
 SECTIONS |= {"host": from_host, "softmax": softmax}
 EXPERTS = kernels({"forward": 1.0, "backward": 2.0, "both": 3.0}, milliseconds=True)
 MATMULS = kernels({"forward": 1.0}, milliseconds=True)

@@ -66,8 +66,7 @@ def test_few_queries_train_with_the_kernel_that_keeps_them() -> None:
     changes: list[dict[str, Any]] = [{}, {"batch": 11}, {"keys": 128}, {"keys": 2048}, {"queries": 32}]
     assert {chosen(dataclasses.replace(call, **change), with_triton) for change in changes} == {"triton"}
     changes = [
-        {"training": False}, {"queries": 129}, {"groups": 6}, {"batch": 10}, {"head_dim": 128}, {"keys": 2049},
-        {"queries": 31},
+        {"training": False}, {"groups": 6}, {"batch": 10}, {"head_dim": 128}, {"keys": 2049}, {"queries": 31},
     ]  # fmt: skip
     assert {chosen(dataclasses.replace(call, **change), with_triton) for change in changes} == {"sdpa_cudnn"}
 
@@ -402,8 +401,14 @@ TRAINED_BIAS: dict[str, Any] = {"bias": "distance_with_gradient", "causal": Fals
         ({"head_dim": 256}, FULL, "triton"),
         ({"head_dim": 64}, OWN, "triton"),
         ({"queries": 2048, "keys": 2048}, OWN, "triton"),
-        ({"head_dim": 64, "causal": False}, OWN, "sdpa_cudnn"),
-        ({"head_dim": 64, "queries": 512, "keys": 512}, OWN, "sdpa_cudnn"),
+        ({"queries": 4352, "keys": 4352}, FULL, "sdpa_cudnn"),
+        ({"head_dim": 64, "causal": False}, OWN, "triton_atomic"),
+        ({"head_dim": 64, "causal": False, "deterministic": True}, OWN, "triton"),
+        ({"head_dim": 64, "causal": False, "queries": 512, "keys": 512}, OWN, "triton"),
+        ({"causal": False, "queries": 1025, "keys": 1025}, OWN, "sdpa_cudnn"),
+        ({"head_dim": 64, "queries": 256, "keys": 256}, OWN, "triton"),
+        ({"head_dim": 64, "queries": 512, "keys": 512, "training": False}, OWN, "sdpa_cudnn"),
+        ({"head_dim": 64, "queries": 255, "keys": 255}, OWN, "sdpa_cudnn"),
         ({"head_dim": 64, "dropout": 0.125}, OWN, "sdpa_cudnn"),
         ({"head_dim": 64, "capability": (10, 0), "groups": 16}, OWN, "sdpa_cudnn"),
         ({"head_dim": 256, "capability": (12, 0)}, FULL, "sdpa_flash"),
