@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Run the tests:   bash scripts/test.sh [--full|--gpu] [pytest arguments]
-#   (default)  the fast tests, about five minutes on two cores
+#   (default)  the fast tests, five to six minutes on two cores
 #   --full     all cases and tests/full, at most an hour; record the results in docs/verification.md
 #   --gpu      only tests marked `gpu`, with Triton compiling instead of interpreting: first in parallel, then those that
 #              need the GPU for themselves, one by one
