@@ -323,7 +323,7 @@ def uses_hopper_kernels(call: AttentionCall, installed: InstalledSoftware) -> bo
 def is_faster_than_cudnn(call: AttentionCall, installed: InstalledSoftware) -> bool:
     """True if the sm_90 kernels run the call and are measured to be faster than cuDNN's."""
     fewest, most = FASTER_THAN_CUDNN.get((call.head_dim, call.causal), (1, 0))
-    if not call.training or call.queries <= MAX_SHORT_QUERIES:
+    if not call.training or call.queries != call.keys:  # measured with as many queries
         fewest = max(fewest, MIN_FORWARD_FASTER_THAN_CUDNN)
     is_faster = fewest <= call.keys <= most and not call.bias_is_relative
     return (is_faster or _few_queries_are_faster(call)) and uses_hopper_kernels(call, installed)
@@ -332,7 +332,7 @@ def is_faster_than_cudnn(call: AttentionCall, installed: InstalledSoftware) -> b
 def atomic_is_fastest(call: AttentionCall, installed: InstalledSoftware) -> bool:
     """True if `triton_atomic` supports the training call and is measured to be faster than `triton` and cuDNN."""
     fewest, most = ATOMIC_IS_FASTEST.get((call.head_dim, call.causal), (1, 0))
-    is_measured = call.training and call.queries > MAX_SHORT_QUERIES and fewest <= call.keys <= most
+    is_measured = call.training and call.queries == call.keys and fewest <= call.keys <= most
     return is_measured and why_not_triton_atomic(call, installed) is None
 
 

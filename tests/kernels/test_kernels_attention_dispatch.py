@@ -67,6 +67,7 @@ def test_few_queries_train_with_the_kernel_that_keeps_them() -> None:
     assert {chosen(dataclasses.replace(call, **change), with_triton) for change in changes} == {"triton"}
     changes = [
         {"training": False}, {"groups": 6}, {"batch": 10}, {"head_dim": 128}, {"keys": 2049}, {"queries": 31},
+        {"queries": 256},
     ]  # fmt: skip
     assert {chosen(dataclasses.replace(call, **change), with_triton) for change in changes} == {"sdpa_cudnn"}
 
